@@ -1,0 +1,138 @@
+"""The device contract: streams of work in order, events between them, batched copies.
+
+A device is what holds the engine's KV blocks. Nothing above this package knows which one it is. All calls
+are made by the thread that owns the offloader; only doorbells ring from other threads.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiokvoffload.errors import InvalidRequestError
+
+
+class Direction(Enum):
+    """Which way the bytes of a transfer go."""
+
+    STORE = "GPU->CPU"
+    LOAD = "CPU->GPU"
+
+
+class Stream:
+    """A queue of device work that runs in order; made or adopted by a device."""
+
+
+class Event:
+    """A mark in a stream: done when all work put before it is done; made by `Device.record`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """A batch of copies, as three int64 arrays of one length.
+
+    Attributes:
+        sources: Addresses read from.
+        destinations: Addresses written to; no two copies of a plan overlap.
+        byte_counts: Bytes of each copy, all above zero.
+        direction: Load or store.
+        keep_alive: Whatever owns the addresses; held until the copies are over.
+    """
+
+    sources: NDArray[np.int64]
+    destinations: NDArray[np.int64]
+    byte_counts: NDArray[np.int64]
+    direction: Direction
+    keep_alive: tuple[object, ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the whole batch."""
+        return int(self.byte_counts.sum())
+
+
+class Device(ABC):
+    """Streams, events and batched copies of one kind of hardware."""
+
+    medium = "GPU"
+
+    @abstractmethod
+    def create_stream(self, name: str) -> Stream:
+        """Return a new stream; work on different streams may run at the same time and in any order."""
+
+    def adopt_stream(self, stream: object) -> Stream:
+        """Return `stream`, made elsewhere, as a stream of this device.
+
+        Raises:
+            InvalidRequestError: It is not a stream that this device can use.
+        """
+        if not isinstance(stream, Stream):
+            raise InvalidRequestError(
+                f"{type(self).__name__} cannot use {stream!r} as a stream; make one with create_stream()"
+            )
+        return stream
+
+    @abstractmethod
+    def record(self, stream: Stream) -> Event:
+        """Return an event that is done once all work now in `stream` is done."""
+
+    @abstractmethod
+    def is_done(self, event: Event) -> bool:
+        """Return whether the work before `event` is over, without waiting.
+
+        Raises:
+            DeviceError: The work is over because it failed; raised on every call for this event.
+        """
+
+    @abstractmethod
+    def elapsed_seconds(self, start: Event, end: Event) -> float:
+        """Return the device's time between two done events."""
+
+    @abstractmethod
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        """Let work put into `stream` from now on start only after `event`; the host does not wait."""
+
+    @abstractmethod
+    def copy_batch(self, plan: CopyPlan, stream: Stream) -> None:
+        """Put the copies of `plan` into `stream`; they run in any order among themselves.
+
+        Raises:
+            DeviceError: The batch was refused; then none of it runs.
+        """
+
+    @abstractmethod
+    def synchronize(self, event: Event, timeout_seconds: float) -> bool:
+        """Block the calling thread until `event` is over, well or not; return False at the timeout."""
+
+    def pin(self, address: int, byte_count: int) -> None:
+        """Register a range of host memory for fast copies.
+
+        Raises:
+            DeviceError: It was refused; the range then stays usable, only slower.
+        """
+
+    def unpin(self, address: int) -> None:
+        """Take back the `pin` of the range that starts at `address`."""
+
+    def add_doorbell(self, ring: Callable[[], None]) -> Callable[[], None] | None:
+        """Let `ring` be called, from any thread, after an event is done; return what takes it away again.
+
+        None means that this device has no doorbell. Polling stays the truth: a ring is only a hint.
+        """
+        return None
+
+    def close(self) -> None:
+        """Give back what the device holds; idempotent."""
+
+
+class SimulatedDevice(Device):
+    """A device whose engine work is Python code, so that an engine can be simulated on it."""
+
+    @abstractmethod
+    def launch(self, stream: Stream, work: Callable[[], None]) -> None:
+        """Put `work` into `stream`, as an engine launches a kernel."""

@@ -1,0 +1,1 @@
+"""See base.py first."""
