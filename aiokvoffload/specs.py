@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from aiokvoffload.errors import InvalidRequestError
+from aiokvoffload.errors import InvalidRequestError, StateError
 from aiokvoffload.keys import OffloadKey
 
 
@@ -44,7 +45,9 @@ class Completion(Enum):
     REPEATED = "repeated"
     """The ticket had been completed or aborted before: nothing changed."""
     STALE = "stale"
-    """The blocks were dropped by a reset or a deadline: only the slots were given back."""
+    """A reset or a new epoch came between: the slots were given back and nothing else changed."""
+    FOREIGN = "foreign"
+    """The ticket is another manager's: nothing changed."""
 
 
 class TierFilter(Flag):
@@ -58,11 +61,15 @@ class TierFilter(Flag):
 
 @dataclass(slots=True)
 class RequestBinding:
-    """What one manager remembers of one request: its only access and the epoch of its first call."""
+    """What one manager remembers of one request.
 
-    tick: int
+    Attributes:
+        epoch: The manager's epoch at the first call of the request.
+        tick: When its only access was counted; 0 before.
+    """
+
     epoch: int
-    is_accessed: bool = False
+    tick: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +80,7 @@ class ReqContext:
     and they are bound to the epoch of the first of them.
 
     Attributes:
-        req_id: Unique per request, not per conversation.
+        req_id: Unique per request, not per conversation; empty for a request that makes one call only.
         session_id: The conversation.
         turn: Turn of the conversation, from 0.
         priority: Higher stays longer where the policy cares.
@@ -93,6 +100,8 @@ class ReqContext:
 
 class LoadStoreSpec(ABC):
     """One end of a transfer."""
+
+    __slots__ = ()
 
     @staticmethod
     @abstractmethod
@@ -128,7 +137,7 @@ class BlockIDsLoadStoreSpec(LoadStoreSpec):
             return NotImplemented
         return np.array_equal(self.block_ids, other.block_ids)
 
-    __hash__ = None  # type: ignore[assignment]  # holds a mutable array
+    __hash__ = None  # holds a mutable array
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.block_ids.tolist()})"
@@ -156,8 +165,11 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
         block_indices: Sequence[int],
     ) -> None:
         super().__init__(block_ids)
-        self.group_sizes = tuple(group_sizes)
-        self.block_indices = tuple(block_indices)
+        try:
+            self.group_sizes = tuple(map(operator.index, group_sizes))
+            self.block_indices = tuple(map(operator.index, block_indices))
+        except TypeError as exc:
+            raise InvalidRequestError(f"group_sizes and block_indices are sequences of whole numbers: {exc}") from exc
         if min(self.group_sizes, default=0) < 0 or sum(self.group_sizes) != len(self.block_ids):
             raise InvalidRequestError(
                 f"group sizes {self.group_sizes} add up to {sum(self.group_sizes)}, "
@@ -180,7 +192,7 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
             return same_blocks
         return (self.group_sizes, self.block_indices) == (other.group_sizes, other.block_indices)
 
-    __hash__ = None  # type: ignore[assignment]  # holds a mutable array
+    __hash__ = None  # holds a mutable array
 
     def __repr__(self) -> str:
         return f"GPULoadStoreSpec({self.block_ids.tolist()}, {self.group_sizes}, {self.block_indices})"
@@ -236,9 +248,9 @@ class Lease:
     __slots__ = ("_holder", "is_released", "slots")
 
     def __init__(self, holder: SlotHolder, slots: Sequence[int]) -> None:
-        holder.hold(slots)
+        self.slots = tuple(slots)
+        holder.hold(self.slots)
         self._holder = holder
-        self.slots = slots
         self.is_released = False
 
     def release(self) -> None:
@@ -251,34 +263,57 @@ class Lease:
 class Ticket:
     """The right to decide, once, what becomes of some slots.
 
+    A ticket may have to wait before it is good for something. It is then *settled*, once, in the very step that
+    ends the wait, so that nothing can come between.
+
     Attributes:
         slots: The slots, one per key, in the order of the keys.
         epoch: Epoch of the manager when the ticket was made.
+        generation: Resets of the manager before the ticket was made.
         is_open: Neither completed nor aborted yet.
-        is_stale: The manager was reset, or the deadline passed, while the ticket was open.
+        is_waiting: Not settled yet.
     """
 
-    __slots__ = ("_holder", "epoch", "is_open", "is_stale", "slots")
+    __slots__ = ("_on_settled", "epoch", "generation", "holder", "is_open", "is_waiting", "slots")
 
-    def __init__(self, holder: SlotHolder, slots: list[int], epoch: int) -> None:
-        self._holder = holder
-        self.slots = slots
+    def __init__(self, holder: SlotHolder, epoch: int, generation: int) -> None:
+        self.holder = holder
+        self.slots: list[int] = []
         self.epoch = epoch
+        self.generation = generation
         self.is_open = True
-        self.is_stale = False
+        self.is_waiting = False
+        self._on_settled: list[Callable[[], None]] = []
 
     def lease(self) -> Lease:
-        """Return a lease on the ticket's slots, to be held while their bytes are touched."""
-        return Lease(self._holder, tuple(self.slots))
+        """Return a lease on the ticket's slots, to be held while their bytes are touched.
 
-    @property
-    def spec(self) -> CPULoadStoreSpec:
-        """The slots as one end of a transfer."""
-        return CPULoadStoreSpec(self.slots)
+        Raises:
+            StateError: The ticket is closed, so its slots may be someone else's.
+        """
+        if not self.is_open:
+            raise StateError("this ticket is completed or aborted; take its lease before that")
+        return Lease(self.holder, tuple(self.slots))
+
+    def on_settled(self, callback: Callable[[], None]) -> None:
+        """Call `callback` in the step that settles the ticket, or now if it does not wait."""
+        if self.is_waiting:
+            self._on_settled.append(callback)
+        else:
+            callback()
+
+    def settle(self) -> None:
+        """End the wait; for managers, once the state is consistent."""
+        self.is_waiting = False
+        callbacks, self._on_settled = self._on_settled, []
+        for callback in callbacks:
+            callback()
 
 
 class PrepareStoreOutput(Ticket):
     """The answer to an offer of blocks, and the right to commit or abort those that were accepted.
+
+    While `is_waiting`, the offer stands in line for room and nothing is reserved.
 
     Attributes:
         keys_to_store: Accepted, in order; `slots` says where each goes.
@@ -291,8 +326,8 @@ class PrepareStoreOutput(Ticket):
 
     __slots__ = ("evicted_keys", "filtered_keys", "keys_to_store", "pending_keys", "refused_keys", "resident_keys")
 
-    def __init__(self, holder: SlotHolder, epoch: int) -> None:
-        super().__init__(holder, [], epoch)
+    def __init__(self, holder: SlotHolder, epoch: int, generation: int) -> None:
+        super().__init__(holder, epoch, generation)
         self.keys_to_store: Sequence[OffloadKey] = ()
         self.evicted_keys: Sequence[OffloadKey] = ()
         self.resident_keys: Sequence[OffloadKey] = ()
@@ -308,7 +343,7 @@ class PrepareStoreOutput(Ticket):
     @property
     def store_spec(self) -> CPULoadStoreSpec:
         """Where the accepted blocks go, in the order of `keys_to_store`."""
-        return self.spec
+        return CPULoadStoreSpec(self.slots)
 
     def outcomes(self, keys: Iterable[OffloadKey]) -> tuple[StoreOutcome, ...]:
         """Return what became of each of `keys`, which were in the offer."""
@@ -321,42 +356,33 @@ class PrepareStoreOutput(Ticket):
 class PrepareLoadOutput(Ticket):
     """Blocks pinned for one reader until it completes or aborts.
 
-    While `result` is PENDING, some of the blocks are still being written. They are pinned already, so none can
-    leave between its commit and the reader's waking up. The result is settled, once, in the step that decides
-    the last of them.
+    While `is_waiting`, some of the blocks are still being written. They are pinned already, so none can leave
+    between its commit and the reader's waking up; what fails to be written is a miss, and the ticket shrinks.
 
     Attributes:
         keys: Pinned blocks, in order; `slots` says where each lies. Empty on a miss.
         group_sizes: How many of `keys` belong to each KV group.
-        token_count: Tokens of the prefix that the blocks cover.
-        result: HIT, PENDING or MISS.
+        first_indices: For each group, the index of its first key among the keys asked for.
+        token_count: Tokens of the prefix that is covered, what the GPU holds already included.
     """
 
-    __slots__ = ("_on_settled", "group_sizes", "keys", "result", "token_count")
+    __slots__ = ("first_indices", "group_sizes", "keys", "token_count")
 
-    def __init__(self, holder: SlotHolder, epoch: int) -> None:
-        super().__init__(holder, [], epoch)
-        self.keys: list[OffloadKey] = []
+    def __init__(self, holder: SlotHolder, epoch: int, generation: int) -> None:
+        super().__init__(holder, epoch, generation)
+        self.keys: Sequence[OffloadKey] = ()
         self.group_sizes: tuple[int, ...] = ()
+        self.first_indices: tuple[int, ...] = ()
         self.token_count = 0
-        self.result = LookupResult.MISS
-        self._on_settled: list[Callable[[], None]] = []
+
+    @property
+    def result(self) -> LookupResult:
+        """HIT, PENDING while waiting, or MISS."""
+        if self.is_waiting:
+            return LookupResult.PENDING
+        return LookupResult.HIT if self.keys else LookupResult.MISS
 
     @property
     def load_spec(self) -> CPULoadStoreSpec:
         """Where the blocks lie, in the order of `keys`."""
-        return self.spec
-
-    def on_settled(self, callback: Callable[[], None]) -> None:
-        """Call `callback` in the step that settles the result, or now if it is settled."""
-        if self.result is LookupResult.PENDING:
-            self._on_settled.append(callback)
-        else:
-            callback()
-
-    def settle(self, result: LookupResult) -> None:
-        """Fix the result; for managers."""
-        self.result = result
-        callbacks, self._on_settled = self._on_settled, []
-        for callback in callbacks:
-            callback()
+        return CPULoadStoreSpec(self.slots)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.registry import Registry
@@ -32,6 +32,12 @@ class Access:
     turn: int = 0
     priority: int = 0
     depths: Sequence[int] | None = None
+
+    def select(self, positions: Sequence[int]) -> Access:
+        """Return the access to just those positions of the batch."""
+        if self.depths is None:
+            return self
+        return replace(self, depths=[self.depths[position] for position in positions])
 
 
 class CachePolicy(ABC):

@@ -1,0 +1,550 @@
+"""The manager of CPU memory: one slot per block, an eviction policy, tickets and leases."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from aiokvoffload.clock import Clock
+from aiokvoffload.errors import ConfigurationError, InvalidRequestError, StateError
+from aiokvoffload.events import EventKind, EventSink
+from aiokvoffload.keys import OffloadKey
+from aiokvoffload.kv_caches import KVGroup
+from aiokvoffload.managers.announcer import Announcer
+from aiokvoffload.managers.base import Keys, ManagerStatistics, OffloadingManager, Take, WhenFull
+from aiokvoffload.managers.prefix import PrefixMatcher
+from aiokvoffload.managers.requests import RequestTable
+from aiokvoffload.managers.slots import SlotState, SlotTable
+from aiokvoffload.ownership import Owner
+from aiokvoffload.policies.base import POLICIES, Access, CachePolicy
+from aiokvoffload.specs import (
+    Completion,
+    CPULoadStoreSpec,
+    LookupResult,
+    PrepareLoadOutput,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestBinding,
+    Ticket,
+)
+
+
+@dataclass(slots=True)
+class _Load:
+    """What a load asked for, and the writes it waits for."""
+
+    parts: list[Keys]
+    take: Take | Literal["nothing"]
+    resident_tokens: int = 0
+    writes: set[PrepareStoreOutput] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Offer:
+    """What a store that stands in line has offered."""
+
+    ticket: PrepareStoreOutput
+    keys: list[OffloadKey]
+    access: Access
+    binding: RequestBinding
+
+
+class CPUOffloadingManager(OffloadingManager):
+    """Keeps blocks in equal slots of CPU memory.
+
+    Args:
+        block_count: Number of slots.
+        policy: Name, class or instance of the eviction policy; an instance must have this capacity.
+        groups: The KV groups; without any, prefixes are counted in blocks.
+        block_size_factor: GPU blocks per slot.
+        event_sink: Takes the events; see `EventSink`.
+        clock: Where deadlines are read.
+
+    Raises:
+        ConfigurationError: No slots, an unknown policy, or a policy of another capacity.
+    """
+
+    def __init__(
+        self,
+        block_count: int,
+        *,
+        policy: str | type[CachePolicy] | CachePolicy = "lru",
+        groups: Sequence[KVGroup] = (),
+        block_size_factor: int = 1,
+        event_sink: EventSink | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        super().__init__(clock)
+        if block_count < 1:
+            raise ConfigurationError(f"a manager of {block_count} blocks can hold nothing; give it at least 1")
+        if not isinstance(policy, CachePolicy):
+            policy = POLICIES.resolve(policy)(block_count)
+        if policy.capacity != block_count:
+            raise ConfigurationError(
+                f"the policy ranks {policy.capacity} slots, but the manager has {block_count}; make them equal"
+            )
+        self._slot_of: dict[OffloadKey, int] = {}
+        self._key_of: list[OffloadKey | None] = [None] * block_count
+        self._write_of: list[PrepareStoreOutput | None] = [None] * block_count
+        self._policy = policy
+        self._slots = SlotTable(block_count, policy)
+        self._prefix = PrefixMatcher(groups, block_size_factor)
+        self._announcer = Announcer(event_sink, CPULoadStoreSpec.medium())
+        self._requests = RequestTable()
+        self._owner = Owner("manager")
+        self._block_count = block_count
+        self._epoch = 0
+        self._generation = 0
+        self._loads: dict[PrepareLoadOutput, _Load] = {}
+        self._loads_on: dict[PrepareStoreOutput, list[PrepareLoadOutput]] = {}
+        self._offers: deque[_Offer] = deque()
+        self._settled: list[Ticket] = []
+        self._stored = self._evicted = self._refused = self._failed = self._hits = self._rejected = 0
+
+    @property
+    def epoch(self) -> int:
+        """How often `bump_epoch_nowait` was called."""
+        return self._epoch
+
+    @property
+    def block_tokens(self) -> tuple[int, ...]:
+        """Tokens of an offloaded block, per KV group."""
+        return self._prefix.block_tokens
+
+    # Looking
+
+    def lookup_nowait(self, keys: Keys, ctx: ReqContext | None = None) -> list[LookupResult]:
+        """Return MISS, HIT or PENDING for each key."""
+        if self._bind(ctx).epoch != self._epoch:
+            return [LookupResult.MISS] * len(keys)
+        slot_of, state = self._slot_of, self._slots.state
+        return [
+            LookupResult.MISS
+            if (slot := slot_of.get(key)) is None
+            else LookupResult.HIT
+            if state[slot] == SlotState.READY
+            else LookupResult.PENDING
+            for key in keys
+        ]
+
+    def lookup_prefix_nowait(
+        self,
+        keys: Keys,
+        ctx: ReqContext | None = None,
+        *,
+        group_sizes: Sequence[int] | None = None,
+        resident_tokens: int = 0,
+    ) -> int:
+        """Return the tokens of the longest prefix that every KV group can go on from."""
+        binding = self._bind(ctx)
+        parts = self._prefix.split(keys, group_sizes)
+        if binding.epoch != self._epoch:
+            return resident_tokens
+        return self._prefix.boundary(parts, self._slot_of.__contains__, resident_tokens)
+
+    def touch(self, keys: Keys, ctx: ReqContext | None = None, *, depths: Sequence[int] | None = None) -> None:
+        """Count the request's access to its blocks; the policy sees resident and missing ones."""
+        binding = self._bind(ctx)
+        if binding.epoch == self._epoch:
+            self._requests.open_access(binding)
+            keys, depths = _without_repeats(keys, depths)
+            self._touch(keys, self._access(binding, ctx, depths))
+
+    # Loading
+
+    def prepare_load_nowait(
+        self,
+        keys: Keys,
+        ctx: ReqContext | None = None,
+        *,
+        take: Take = "all",
+        group_sizes: Sequence[int] | None = None,
+        resident_tokens: int = 0,
+    ) -> PrepareLoadOutput:
+        """Look up and pin in one step."""
+        binding = self._bind(ctx)
+        ticket = PrepareLoadOutput(self, self._epoch, self._generation)
+        load = _Load(self._prefix.split(list(dict.fromkeys(keys)), group_sizes), take, resident_tokens)
+        if binding.epoch == self._epoch:
+            self._pin(ticket, load, self._slot_of.__contains__)
+            self._wait_for_writes(ticket, load, ticket.slots)
+            self._hits += len(ticket.keys)
+        return ticket
+
+    def watch_nowait(self, keys: Keys) -> PrepareLoadOutput:
+        """Return a ticket that pins nothing and waits while any of `keys` is being written."""
+        self._check()
+        ticket = PrepareLoadOutput(self, self._epoch, self._generation)
+        slots = [self._slot_of[key] for key in keys if key in self._slot_of]
+        self._wait_for_writes(ticket, _Load([keys], "nothing"), slots)
+        return ticket
+
+    def complete_load_nowait(self, ticket: PrepareLoadOutput) -> Completion:
+        """Unpin what the ticket pinned."""
+        if rejected := self._reject(ticket):
+            return rejected
+        ticket.is_open = False
+        if ticket.is_waiting:
+            self._forget_load(ticket)
+            ticket.keys = ()
+            self._end_wait(ticket)
+        self._slots.release(ticket.slots)
+        self._end_step()
+        return Completion.STALE if ticket.epoch != self._epoch else Completion.APPLIED
+
+    # Storing
+
+    def prepare_store_nowait(
+        self,
+        keys: Keys,
+        ctx: ReqContext | None = None,
+        *,
+        when_full: WhenFull = "refuse",
+        depths: Sequence[int] | None = None,
+        filtered: bool = True,
+    ) -> PrepareStoreOutput:
+        """Reserve slots for the missing keys of an offer."""
+        binding = self._bind(ctx)
+        keys, depths = _without_repeats(keys, depths)
+        ticket = PrepareStoreOutput(self, self._epoch, self._generation)
+        if binding.epoch != self._epoch:
+            ticket.refused_keys = keys
+            self._refused += len(keys)
+            return ticket
+        is_new = self._requests.open_access(binding)
+        offer = _Offer(ticket, list(keys), self._access(binding, ctx, depths), binding)
+        if is_new:
+            self._touch(keys, offer.access)
+        missing = [key for key in offer.keys if key not in self._slot_of]
+        is_behind_others = bool(missing and self._offers)
+        if is_behind_others or not self._grant(offer, missing, is_leading_enough=when_full == "leading"):
+            if when_full == "wait" and len(missing) <= self._block_count:
+                ticket.is_waiting = True
+                self._offers.append(offer)
+            else:
+                self._refuse(offer)
+        self._end_step()
+        return ticket
+
+    def complete_store_nowait(self, ticket: PrepareStoreOutput, success: bool = True) -> Completion:
+        """Commit what the ticket reserved, or drop just that."""
+        if rejected := self._reject(ticket):
+            return rejected
+        ticket.is_open = False
+        if ticket.is_waiting:
+            self._withdraw(ticket)
+            self._end_step()
+            return Completion.APPLIED
+        if ticket.generation != self._generation:
+            self._slots.release(ticket.slots)
+            self._rejected += 1
+            self._end_step()
+            return Completion.STALE
+        for slot in ticket.slots:
+            self._write_of[slot] = None
+        if success:
+            self._slots.mark(ticket.slots, SlotState.WRITING, SlotState.READY)
+            self._stored += len(ticket.slots)
+            self._announcer.note(EventKind.STORED, ticket.keys_to_store)
+        else:
+            self._policy.remove(ticket.slots)
+            self._slots.mark(ticket.slots, SlotState.WRITING, SlotState.KEYLESS)
+            for key in ticket.keys_to_store:
+                del self._slot_of[key]
+            self._failed += len(ticket.slots)
+        # The loads that wait for these blocks hold them already: nobody can evict them in between.
+        self._settle_loads_on(ticket, success)
+        self._slots.release(ticket.slots)
+        self._end_step()
+        return Completion.APPLIED
+
+    # Waiting
+
+    def settle_nowait(self, ticket: Ticket) -> None:
+        """End the wait of a ticket with what there is now."""
+        self._check()
+        if not ticket.is_waiting or ticket.holder is not self:
+            return
+        if isinstance(ticket, PrepareLoadOutput):
+            self._settle_load(ticket)
+        elif isinstance(ticket, PrepareStoreOutput):
+            self._withdraw(ticket)
+        self._end_step()
+
+    def hold(self, slots: Sequence[int]) -> None:
+        """Count one more user of slots; for leases."""
+        self._owner.check_thread()
+        self._slots.hold(slots)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Count one user less of slots; for leases."""
+        self._owner.check_thread()
+        self._slots.release(slots)
+        self._end_step()
+
+    def reset_nowait(self) -> None:
+        """Forget all blocks; what is in use is given back by its users."""
+        self._check()
+        self._generation += 1
+        slots = list(self._slot_of.values())
+        self._slot_of = {}
+        for slot in slots:
+            self._key_of[slot] = None
+            self._write_of[slot] = None
+        self._slots.clear(slots)
+        self._announcer.note(EventKind.CLEARED)
+        for ticket in list(self._loads):
+            self._settle_load(ticket)
+        self._loads_on.clear()
+        self._end_step()
+
+    def bump_epoch_nowait(self) -> None:
+        """Start a new epoch with no blocks."""
+        self._check()
+        self._epoch += 1
+        self.reset_nowait()
+
+    def statistics(self) -> ManagerStatistics:
+        """Return the counts of this moment."""
+        count_of = self._slots.count_of
+        return ManagerStatistics(
+            total=self._block_count,
+            free=count_of[SlotState.FREE],
+            ready=count_of[SlotState.READY],
+            writing=count_of[SlotState.WRITING],
+            leased_without_key=count_of[SlotState.KEYLESS],
+            pinned=self._slots.pinned_count,
+            waiting_stores=len(self._offers),
+            waiting_loads=len(self._loads),
+            stored_blocks=self._stored,
+            evicted_blocks=self._evicted,
+            refused_blocks=self._refused,
+            failed_blocks=self._failed,
+            hit_blocks=self._hits,
+            rejected_completions=self._rejected,
+            detached_sinks=self._announcer.detached_count,
+        )
+
+    def close_nowait(self) -> None:
+        """Refuse all further calls except completions."""
+        if self._owner.is_closed:
+            return
+        self._check()
+        self._owner.is_closed = True
+        for ticket in list(self._loads):
+            self.complete_load_nowait(ticket)
+        while self._offers:
+            self._withdraw(self._offers[0].ticket)
+        self._end_step()
+
+    # Steps
+
+    def _check(self) -> None:
+        self._owner.check()
+        if self._announcer.is_sending:
+            raise StateError("an event sink must not call the manager; hand the event over and return")
+
+    def _bind(self, ctx: ReqContext | None) -> RequestBinding:
+        self._check()
+        return self._requests.bind(ctx, self._epoch)
+
+    def _access(self, binding: RequestBinding, ctx: ReqContext | None, depths: Sequence[int] | None) -> Access:
+        now = self.clock.now()
+        if ctx is None:
+            return Access(binding.tick, now, depths=depths)
+        return Access(binding.tick, now, ctx.turn, ctx.priority, depths)
+
+    def _touch(self, keys: Keys, access: Access) -> None:
+        slot_of = self._slot_of
+        slots = [slot_of.get(key, -1) for key in keys]
+        if -1 not in slots:
+            self._policy.touch(slots, access)
+            return
+        resident = [position for position, slot in enumerate(slots) if slot >= 0]
+        missing = [position for position, slot in enumerate(slots) if slot < 0]
+        self._policy.touch([slots[position] for position in resident], access.select(resident))
+        self._policy.miss([keys[position] for position in missing], access.select(missing))
+
+    def _pin(self, ticket: PrepareLoadOutput, load: _Load, is_usable: Callable[[OffloadKey], bool]) -> None:
+        """Pin what a load can have."""
+        sizes = [len(part) for part in load.parts]
+        if load.take == "all":
+            is_complete = all(map(is_usable, (key for part in load.parts for key in part)))
+            needed = [range(size if is_complete else 0) for size in sizes]
+            covered = [len(run) * tokens for run, tokens in zip(needed, self.block_tokens, strict=True)]
+            ticket.token_count = min(covered)
+        else:
+            end = self._prefix.boundary(load.parts, is_usable, load.resident_tokens)
+            needed = [self._prefix.needed(group, end, load.resident_tokens) for group in range(len(sizes))]
+            ticket.token_count = end
+        ticket.group_sizes = tuple(map(len, needed))
+        ticket.first_indices = tuple(run.start for run in needed)
+        ticket.keys = [key for part, run in zip(load.parts, needed, strict=True) for key in part[run.start : run.stop]]
+        ticket.slots = [self._slot_of[key] for key in ticket.keys]
+        self._slots.hold(ticket.slots)
+
+    def _wait_for_writes(self, ticket: PrepareLoadOutput, load: _Load, slots: Sequence[int]) -> None:
+        """Let a load wait for those of `slots` that are being written."""
+        writes = {write for slot in slots if (write := self._write_of[slot]) is not None}
+        if writes:
+            load.writes = writes
+            ticket.is_waiting = True
+            self._loads[ticket] = load
+            for write in writes:
+                self._loads_on.setdefault(write, []).append(ticket)
+
+    def _settle_loads_on(self, write: PrepareStoreOutput, success: bool) -> None:
+        for ticket in self._loads_on.pop(write, ()):
+            load = self._loads.get(ticket)
+            if load is not None:
+                load.writes.discard(write)
+                if not load.writes or (load.take == "all" and not success):
+                    self._settle_load(ticket)
+
+    def _settle_load(self, ticket: PrepareLoadOutput) -> None:
+        """End the wait of a load: keep its pins if all blocks were written, else take what is ready."""
+        load = self._forget_load(ticket)
+        state = self._slots.state
+        if any(state[slot] != SlotState.READY for slot in ticket.slots):
+            held = ticket.slots
+            self._pin(ticket, load, self._is_ready)
+            self._slots.release(held)
+        self._end_wait(ticket)
+
+    def _forget_load(self, ticket: PrepareLoadOutput) -> _Load:
+        load = self._loads.pop(ticket)
+        for write in load.writes:
+            self._loads_on[write].remove(ticket)
+        return load
+
+    def _is_ready(self, key: OffloadKey) -> bool:
+        slot = self._slot_of.get(key)
+        return slot is not None and self._slots.state[slot] == SlotState.READY
+
+    def _grant(self, offer: _Offer, missing: list[OffloadKey], *, is_leading_enough: bool) -> bool:
+        """Give an offer its slots; False if there are not enough, and then nothing has changed."""
+        ticket = offer.ticket
+        slot_of = self._slot_of
+        protected = []
+        if len(missing) < len(offer.keys):
+            ticket.resident_keys = [key for key in offer.keys if self._is_ready(key)]
+            ticket.pending_keys = [key for key in offer.keys if key in slot_of and not self._is_ready(key)]
+            protected = [slot_of[key] for key in ticket.resident_keys]
+        admitted = self._policy.admit(missing, offer.access)
+        room = self._slots.room_beside(protected)
+        if len(admitted) > room and not is_leading_enough:
+            return False
+        taken = admitted[:room]
+        victims = self._policy.evict(max(0, len(taken) - self._slots.count_of[SlotState.FREE]), protected)
+        if victims is None:
+            return False
+        ticket.evicted_keys = self._drop(victims)
+        ticket.refused_keys = admitted[room:]
+        self._refused += len(ticket.refused_keys)
+        if len(admitted) < len(missing):
+            kept = set(admitted)
+            ticket.filtered_keys = [key for key in missing if key not in kept]
+        self._reserve(ticket, taken, _access_to(taken, offer))
+        return True
+
+    def _drop(self, slots: list[int]) -> list[OffloadKey]:
+        """Take evicted slots away from their keys and return the keys."""
+        keys: list[OffloadKey] = []
+        for slot in slots:
+            key = self._key_of[slot]
+            if key is not None:
+                keys.append(key)
+                del self._slot_of[key]
+                self._key_of[slot] = None
+        self._slots.give_back(slots, SlotState.READY)
+        self._evicted += len(slots)
+        self._announcer.note(EventKind.REMOVED, keys)
+        return keys
+
+    def _reserve(self, ticket: PrepareStoreOutput, keys: Keys, access: Access) -> None:
+        slots = self._slots.take(len(keys))
+        ticket.keys_to_store = keys
+        ticket.slots = slots
+        self._slot_of.update(zip(keys, slots, strict=True))
+        for key, slot in zip(keys, slots, strict=True):
+            self._key_of[slot] = key
+            self._write_of[slot] = ticket
+        self._policy.insert(slots, keys, access)
+
+    def _refuse(self, offer: _Offer) -> None:
+        missing = [key for key in offer.keys if key not in self._slot_of]
+        offer.ticket.refused_keys = missing
+        self._refused += len(missing)
+
+    def _withdraw(self, ticket: PrepareStoreOutput) -> None:
+        """Take an offer out of the line."""
+        offer = next(offer for offer in self._offers if offer.ticket is ticket)
+        self._offers.remove(offer)
+        self._refuse(offer)
+        self._end_wait(ticket)
+
+    def _serve_offers(self) -> None:
+        """Give room to the offers in line, first come first served; a large one is not overtaken."""
+        while self._offers:
+            offer = self._offers[0]
+            ticket = offer.ticket
+            if offer.binding.epoch != self._epoch:
+                self._refuse(offer)
+            else:
+                missing = [key for key in offer.keys if key not in self._slot_of]
+                if not self._grant(offer, missing, is_leading_enough=False):
+                    return
+            self._offers.popleft()
+            ticket.epoch, ticket.generation = self._epoch, self._generation
+            self._end_wait(ticket)
+
+    def _end_wait(self, ticket: Ticket) -> None:
+        ticket.is_waiting = False
+        self._settled.append(ticket)
+
+    def _end_step(self) -> None:
+        """Serve whom the step made room for, then tell: first the sink, then those who waited."""
+        self._serve_offers()
+        self._announcer.send()
+        while self._settled:
+            settled, self._settled = self._settled, []
+            for ticket in settled:
+                ticket.settle()
+
+    def _reject(self, ticket: Ticket) -> Completion | None:
+        """Return why a ticket cannot be completed, or None if it can."""
+        self._owner.check_thread()
+        if ticket.holder is not self:
+            self._rejected += 1
+            return Completion.FOREIGN
+        if not ticket.is_open:
+            self._rejected += 1
+            return Completion.REPEATED
+        return None
+
+
+def _without_repeats(keys: Keys, depths: Sequence[int] | None) -> tuple[Keys, Sequence[int] | None]:
+    """Return each key once, with its first depth.
+
+    Raises:
+        InvalidRequestError: There is not one depth, of at least 0, per key.
+    """
+    if depths is not None and (len(depths) != len(keys) or min(depths, default=0) < 0):
+        raise InvalidRequestError(f"{len(keys)} keys need as many depths, each at least 0, not {depths}")
+    unique = list(dict.fromkeys(keys))
+    if len(unique) == len(keys):
+        return keys, depths
+    if depths is not None:
+        depth_of = dict(zip(reversed(keys), reversed(depths), strict=True))
+        depths = [depth_of[key] for key in unique]
+    return unique, depths
+
+
+def _access_to(keys: Keys, offer: _Offer) -> Access:
+    """Return the access to some keys of an offer."""
+    if len(keys) == len(offer.keys) or offer.access.depths is None:
+        return offer.access
+    chosen = set(keys)
+    return offer.access.select([position for position, key in enumerate(offer.keys) if key in chosen])

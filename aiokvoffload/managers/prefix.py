@@ -1,0 +1,125 @@
+"""Where a prefix can end so that every KV group has what it needs to go on from there.
+
+A full-attention group needs an unbroken run of blocks from the start, a window group the last blocks before the
+end, a last-state group only the block that ends there. A boundary is a number of tokens at which a block of
+every group ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from aiokvoffload.errors import InvalidRequestError
+from aiokvoffload.keys import OffloadKey
+from aiokvoffload.kv_caches import KVGroup
+
+Keys = Sequence[OffloadKey]
+
+
+class PrefixMatcher:
+    """Finds the largest boundary that all groups agree on.
+
+    Args:
+        groups: The KV groups; without any, one full group that counts blocks instead of tokens.
+        block_size_factor: GPU blocks per offloaded block.
+    """
+
+    def __init__(self, groups: Sequence[KVGroup] = (), block_size_factor: int = 1) -> None:
+        groups = tuple(groups) or (KVGroup(block_tokens=1, layers=()),)
+        self.block_tokens = tuple(group.block_tokens * block_size_factor for group in groups)
+        self._needed_counts = tuple(
+            group.blocks_needed(tokens) for group, tokens in zip(groups, self.block_tokens, strict=True)
+        )
+        self._alignment = math.lcm(*self.block_tokens)
+
+    def split(self, keys: Keys, group_sizes: Sequence[int] | None) -> list[Keys]:
+        """Return the keys of each group.
+
+        Raises:
+            InvalidRequestError: The sizes are not one per group, or do not add up to the number of keys.
+        """
+        if group_sizes is None and len(self.block_tokens) == 1:
+            return [keys]
+        if group_sizes is None or len(group_sizes) != len(self.block_tokens) or sum(group_sizes) != len(keys):
+            raise InvalidRequestError(
+                f"{len(keys)} keys of {len(self.block_tokens)} KV groups need group_sizes, "
+                f"one per group and adding up to {len(keys)}, not {group_sizes}"
+            )
+        parts = []
+        start = 0
+        for size in group_sizes:
+            parts.append(keys[start : start + size])
+            start += size
+        return parts
+
+    def boundary(self, parts: Sequence[Keys], is_usable: Callable[[OffloadKey], bool], resident_tokens: int = 0) -> int:
+        """Return the largest boundary that can be reached, in tokens; `resident_tokens` if none lies beyond it.
+
+        Args:
+            parts: Keys of each group from the start of the request.
+            is_usable: Whether a block can be loaded; asked about no more blocks than needed.
+            resident_tokens: Tokens from the start that need not be loaded.
+        """
+        limit = min(len(part) * tokens for part, tokens in zip(parts, self.block_tokens, strict=True))
+        for part, tokens, needed in zip(parts, self.block_tokens, self._needed_counts, strict=True):
+            if needed is None:
+                index = resident_tokens // tokens
+                end = limit // tokens
+                while index < end and is_usable(part[index]):
+                    index += 1
+                limit = min(limit, max(index * tokens, resident_tokens))
+        end_tokens = self._align(limit)
+        if self._needed_counts.count(None) == len(parts):
+            return max(end_tokens, resident_tokens)
+        while end_tokens > resident_tokens:
+            lower = min(
+                (
+                    self._last_missing_end(part, group, end_tokens, is_usable, resident_tokens)
+                    for group, part in enumerate(parts)
+                ),
+                default=end_tokens,
+            )
+            if lower == end_tokens:
+                break
+            end_tokens = self._align(lower)
+        return max(end_tokens, resident_tokens)
+
+    def needed(self, group: int, end_tokens: int, resident_tokens: int = 0) -> range:
+        """Return which blocks of a group must be loaded for a prefix of `end_tokens` tokens."""
+        tokens = self.block_tokens[group]
+        end = end_tokens // tokens
+        count = self._needed_counts[group]
+        start = resident_tokens // tokens
+        if count is not None:
+            start = max(start, end - count)
+        return range(min(start, end) if end_tokens > resident_tokens else end, end)
+
+    def depths(self, group_sizes: Sequence[int], first_blocks: Sequence[int]) -> Sequence[int]:
+        """Return the token position of each block's end, group after group."""
+        runs = [
+            range((first + 1) * tokens, (first + size + 1) * tokens, tokens)
+            for size, first, tokens in zip(group_sizes, first_blocks, self.block_tokens, strict=True)
+        ]
+        return runs[0] if len(runs) == 1 else [depth for run in runs for depth in run]
+
+    def _last_missing_end(
+        self,
+        part: Keys,
+        group: int,
+        end_tokens: int,
+        is_usable: Callable[[OffloadKey], bool],
+        resident_tokens: int,
+    ) -> int:
+        """Return `end_tokens` if the group can go on from there, else the start of its last missing block.
+
+        Every boundary between that start and `end_tokens` needs the missing block too.
+        """
+        if self._needed_counts[group] is not None:
+            for index in reversed(self.needed(group, end_tokens, resident_tokens)):
+                if not is_usable(part[index]):
+                    return index * self.block_tokens[group]
+        return end_tokens
+
+    def _align(self, tokens: int) -> int:
+        return tokens // self._alignment * self._alignment

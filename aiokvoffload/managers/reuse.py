@@ -1,0 +1,192 @@
+"""A filter over any manager: a block is stored only once it has been used often enough."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from aiokvoffload.errors import ConfigurationError
+from aiokvoffload.keys import OffloadKey
+from aiokvoffload.managers.base import Keys, ManagerStatistics, OffloadingManager, Take, WhenFull
+from aiokvoffload.managers.requests import RequestTable
+from aiokvoffload.specs import (
+    Completion,
+    LookupResult,
+    PrepareLoadOutput,
+    PrepareStoreOutput,
+    ReqContext,
+    Ticket,
+)
+
+
+@dataclass(slots=True)
+class _Uses:
+    count: int
+    tick: int
+
+
+class FilterReusedOffloadingManager(OffloadingManager):
+    """Leaves blocks out of an offer that were used by fewer than `store_threshold` requests.
+
+    A use is counted once per request and block, by `touch`, or by the request's first `prepare_store` if it never
+    touched; so blocks that the GPU served count too, and lookups, retries and demotions do not.
+
+    Args:
+        backing: The manager that stores.
+        store_threshold: Uses that make a block worth storing, at least 2.
+        max_tracker_size: Blocks whose uses are remembered, the latest used. Blocks of one call never push each
+            other out: those that find no room are not counted.
+
+    Raises:
+        ConfigurationError: The threshold or the size filters nothing, or everything.
+    """
+
+    def __init__(self, backing: OffloadingManager, *, store_threshold: int = 2, max_tracker_size: int = 64_000) -> None:
+        super().__init__(backing.clock)
+        if store_threshold < 2:
+            raise ConfigurationError(
+                f"store_threshold is {store_threshold}; give at least 2, or use the manager without this filter"
+            )
+        if max_tracker_size < 1:
+            raise ConfigurationError(f"max_tracker_size is {max_tracker_size}; it must be at least 1")
+        self._backing = backing
+        self._store_threshold = store_threshold
+        self._max_tracker_size = max_tracker_size
+        self._uses: OrderedDict[OffloadKey, _Uses] = OrderedDict()
+        self._requests = RequestTable()
+
+    @property
+    def epoch(self) -> int:
+        """The backing manager's epoch."""
+        return self._backing.epoch
+
+    @property
+    def tracked_count(self) -> int:
+        """How many blocks' uses are remembered."""
+        return len(self._uses)
+
+    def touch(self, keys: Keys, ctx: ReqContext | None = None, *, depths: Sequence[int] | None = None) -> None:
+        """Count the request's use of its blocks, then let the backing manager count its access."""
+        self._backing.touch(keys, ctx, depths=depths)
+        binding = self._requests.bind(ctx, self.epoch)
+        self._requests.open_access(binding)
+        self._count(keys, binding.tick)
+
+    def prepare_store_nowait(
+        self,
+        keys: Keys,
+        ctx: ReqContext | None = None,
+        *,
+        when_full: WhenFull = "refuse",
+        depths: Sequence[int] | None = None,
+        filtered: bool = True,
+    ) -> PrepareStoreOutput:
+        """Offer those blocks that have been used often enough, or are stored already."""
+        ctx = ctx or ReqContext("")
+        if not self._requests.bind(ctx, self.epoch).tick:
+            self.touch(keys, ctx, depths=depths)
+        offered = list(range(len(keys)))
+        if filtered:
+            offered = [index for index, key in enumerate(keys) if self._is_worth_storing(key)]
+        ticket = self._backing.prepare_store_nowait(
+            [keys[index] for index in offered],
+            ctx,
+            when_full=when_full,
+            depths=None if depths is None else [depths[index] for index in offered],
+            filtered=filtered,
+        )
+        if len(offered) < len(keys):
+            passed = {keys[index] for index in offered}
+            ticket.filtered_keys = [*ticket.filtered_keys, *(key for key in dict.fromkeys(keys) if key not in passed)]
+        return ticket
+
+    def lookup_nowait(self, keys: Keys, ctx: ReqContext | None = None) -> list[LookupResult]:
+        """Ask the backing manager."""
+        return self._backing.lookup_nowait(keys, ctx)
+
+    def lookup_prefix_nowait(
+        self,
+        keys: Keys,
+        ctx: ReqContext | None = None,
+        *,
+        group_sizes: Sequence[int] | None = None,
+        resident_tokens: int = 0,
+    ) -> int:
+        """Ask the backing manager."""
+        return self._backing.lookup_prefix_nowait(keys, ctx, group_sizes=group_sizes, resident_tokens=resident_tokens)
+
+    def prepare_load_nowait(
+        self,
+        keys: Keys,
+        ctx: ReqContext | None = None,
+        *,
+        take: Take = "all",
+        group_sizes: Sequence[int] | None = None,
+        resident_tokens: int = 0,
+    ) -> PrepareLoadOutput:
+        """Pin in the backing manager."""
+        return self._backing.prepare_load_nowait(
+            keys, ctx, take=take, group_sizes=group_sizes, resident_tokens=resident_tokens
+        )
+
+    def watch_nowait(self, keys: Keys) -> PrepareLoadOutput:
+        """Watch in the backing manager."""
+        return self._backing.watch_nowait(keys)
+
+    def complete_load_nowait(self, ticket: PrepareLoadOutput) -> Completion:
+        """Unpin in the backing manager."""
+        return self._backing.complete_load_nowait(ticket)
+
+    def complete_store_nowait(self, ticket: PrepareStoreOutput, success: bool = True) -> Completion:
+        """Commit or drop in the backing manager."""
+        return self._backing.complete_store_nowait(ticket, success)
+
+    def hold(self, slots: Sequence[int]) -> None:
+        """Hold slots of the backing manager."""
+        self._backing.hold(slots)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Release slots of the backing manager."""
+        self._backing.release(slots)
+
+    def settle_nowait(self, ticket: Ticket) -> None:
+        """End a wait in the backing manager."""
+        self._backing.settle_nowait(ticket)
+
+    def reset_nowait(self) -> None:
+        """Reset the backing manager; uses stay counted, for they say nothing about what is stored."""
+        self._backing.reset_nowait()
+
+    def bump_epoch_nowait(self) -> None:
+        """Bump the epoch of the backing manager."""
+        self._backing.bump_epoch_nowait()
+
+    def statistics(self) -> ManagerStatistics:
+        """Return the backing manager's counts."""
+        return self._backing.statistics()
+
+    def close_nowait(self) -> None:
+        """Close the backing manager."""
+        self._backing.close_nowait()
+
+    def _is_worth_storing(self, key: OffloadKey) -> bool:
+        uses = self._uses.get(key)
+        if uses is not None and uses.count >= self._store_threshold:
+            return True
+        return self._backing.lookup_nowait([key])[0] is not LookupResult.MISS
+
+    def _count(self, keys: Keys, tick: int) -> None:
+        for key in keys:
+            uses = self._uses.get(key)
+            if uses is None:
+                if len(self._uses) >= self._max_tracker_size:
+                    oldest = next(iter(self._uses))
+                    if self._uses[oldest].tick >= tick:
+                        continue
+                    del self._uses[oldest]
+                self._uses[key] = _Uses(1, tick)
+            elif uses.tick < tick:
+                uses.count += 1
+                uses.tick = tick
+                self._uses.move_to_end(key)

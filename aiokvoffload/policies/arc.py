@@ -1,0 +1,119 @@
+"""Adaptive replacement: recent blocks against frequent ones, the balance learned from what was evicted wrongly.
+
+After N. Megiddo, D. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003, with three
+differences, all of the system this library re-thinks: a block that comes back from a ghost list enters T1
+again, not T2; a block that is still being written is not promoted by a touch; and both ghost lists are each
+bounded by the capacity.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+
+from aiokvoffload.keys import OffloadKey
+from aiokvoffload.policies.base import Access
+from aiokvoffload.policies.ranking import RankedPolicy
+
+_T1, _T2 = 0, 1
+
+
+class ARCPolicy(RankedPolicy):
+    """Evicts from T1 (used once) while it is above its target size, else from T2 (used again).
+
+    Hits in the ghost lists B1 and B2, the keys lately evicted from T1 and T2, move the target.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, line_count=2)
+        self._key_of: list[OffloadKey] = [OffloadKey(b"")] * capacity
+        self._is_written = bytearray(capacity)
+        self._leaves_ghost = bytearray(capacity)
+        self._ghosts: tuple[OrderedDict[OffloadKey, int], OrderedDict[OffloadKey, int]] = (OrderedDict(), OrderedDict())
+        self._target = 0.0
+
+    @property
+    def target_recent_count(self) -> float:
+        """How many slots T1 should have."""
+        return self._target
+
+    def insert(self, slots: Sequence[int], keys: Sequence[OffloadKey], access: Access) -> None:
+        """Make `slots` resident and pinned, in T1; their keys are no ghosts any more."""
+        super().insert(slots, keys, access)
+        for slot, key in zip(slots, keys, strict=True):
+            self._key_of[slot] = key
+            self._is_written[slot] = 0
+            self._leaves_ghost[slot] = 1
+            for ghosts in self._ghosts:
+                ghosts.pop(key, None)
+
+    def touch(self, slots: Sequence[int], access: Access) -> None:
+        """Move ready `slots` to T2; one still being written stays in T1, as most recent."""
+        slots, access = self._ranks.select_older(slots, access)
+        target = [_T2 if self._is_written[slot] else self._line_of[slot] for slot in slots]
+        for line in (_T1, _T2):
+            chosen = [index for index, wanted in enumerate(target) if wanted == line]
+            if len(chosen) == len(slots):
+                self._rerank(slots, access, line)
+            elif chosen:
+                self._rerank([slots[index] for index in chosen], access.select(chosen), line)
+        for slot in slots:
+            self._leaves_ghost[slot] = 1
+
+    def miss(self, keys: Sequence[OffloadKey], access: Access) -> None:
+        """Learn from ghosts: one of B1 says that T1 was too small, one of B2 that it was too large.
+
+        Deepest first, as blocks leave.
+        """
+        recent, frequent = self._ghosts
+        for key in reversed(keys):
+            if recent.get(key, access.tick) < access.tick:
+                self._target = min(self._target + max(1.0, len(frequent) / len(recent)), float(self.capacity))
+                _renew(recent, key, access.tick)
+            elif frequent.get(key, access.tick) < access.tick:
+                self._target = max(self._target - max(1.0, len(recent) / len(frequent)), 0.0)
+                _renew(frequent, key, access.tick)
+
+    def unpin(self, slots: Collection[int]) -> None:
+        """Put pinned slots back into their lines; from now on they count as written."""
+        super().unpin(slots)
+        for slot in slots:
+            self._is_written[slot] = 1
+
+    def demote(self, slots: Sequence[int]) -> None:
+        """Put slots first in their line; they leave no ghost."""
+        super().demote(slots)
+        for slot in slots:
+            self._leaves_ghost[slot] = 0
+
+    def evict(self, count: int, protected: Collection[int] = ()) -> list[int] | None:
+        """Drop the `count` slots that leave first, or none; their keys become ghosts."""
+        victims = super().evict(count, protected)
+        for slot in victims or ():
+            ghosts = self._ghosts[self._line_of[slot]]
+            if self._leaves_ghost[slot]:
+                ghosts[self._key_of[slot]] = -1
+            if len(ghosts) > self.capacity:
+                ghosts.popitem(last=False)
+        return victims
+
+    def clear(self) -> None:
+        """Drop all slots, ghosts and what was learned."""
+        super().clear()
+        for ghosts in self._ghosts:
+            ghosts.clear()
+        self._target = 0.0
+
+    def _shares(self, count: int) -> Sequence[tuple[int, int]]:
+        """T1 down to its target, then T2, then what is left of T1."""
+        recent_evictable, frequent_evictable = map(len, self._lines)
+        above_target = max(0, self._line_sizes[_T1] - int(self._target) + 1)
+        from_recent = min(count, recent_evictable, above_target)
+        from_frequent = min(count - from_recent, frequent_evictable)
+        return (_T1, from_recent), (_T2, from_frequent), (_T1, count - from_recent - from_frequent)
+
+
+def _renew(ghosts: OrderedDict[OffloadKey, int], key: OffloadKey, tick: int) -> None:
+    """Make a ghost the youngest and note the tick that it was last missed at."""
+    ghosts[key] = tick
+    ghosts.move_to_end(key)

@@ -1,0 +1,16 @@
+"""Least recently used: the request that has waited longest loses its deepest block first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aiokvoffload.policies.base import Access
+from aiokvoffload.policies.ranking import RankedPolicy
+
+
+class LRUPolicy(RankedPolicy):
+    """Evicts by last access."""
+
+    def touch(self, slots: Sequence[int], access: Access) -> None:
+        """Rank `slots` anew at `access`."""
+        self._rerank(*self._ranks.select_older(slots, access))
