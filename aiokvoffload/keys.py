@@ -30,8 +30,10 @@ def make_offload_key(block_hash: bytes, group_index: int = 0) -> OffloadKey:
     """Return the key of the block with this hash in one KV group.
 
     Raises:
-        InvalidRequestError: The group index does not fit 4 bytes.
+        InvalidRequestError: The hash is not `bytes`, or the group index does not fit 4 bytes.
     """
+    if not isinstance(block_hash, bytes):
+        raise InvalidRequestError(f"a block hash is bytes, not a {type(block_hash).__name__}")
     if not 0 <= group_index < 1 << (8 * GROUP_INDEX_BYTES):
         raise InvalidRequestError(f"group index {group_index} is not between 0 and 2**32 - 1")
     return OffloadKey(block_hash + group_index.to_bytes(GROUP_INDEX_BYTES, "big"))
@@ -98,7 +100,7 @@ def encode_value(value: object) -> bytes:
         case bool():
             letter, payload = b"?", bytes([value])
         case int():
-            letter, payload = b"i", str(value).encode()
+            letter, payload = b"i", value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True)
         case str():
             letter, payload = b"s", value.encode("utf-8", "surrogatepass")
         case bytes():
@@ -110,7 +112,7 @@ def encode_value(value: object) -> bytes:
     return letter + len(payload).to_bytes(8, "big") + payload
 
 
-def root_hash(identity: CacheIdentity, **additions: object) -> bytes:
+def root_hash(identity: CacheIdentity, /, **additions: object) -> bytes:
     """Return the start of a request's hash chain.
 
     Args:
@@ -125,21 +127,27 @@ def block_hashes(root: bytes, token_ids: Sequence[int] | NDArray[np.integer], bl
 
     Args:
         root: See `root_hash`.
-        token_ids: Token ids from the start of the request, each within 64 bits.
+        token_ids: Token ids of one request from its start, each within 64 bits, signed.
         block_tokens: Tokens of one block.
 
     Raises:
-        InvalidRequestError: `block_tokens` is not positive, or a token id is not an integer of 64 bits.
+        InvalidRequestError: `block_tokens` is not positive, `root` does not come from `root_hash`, or the token
+            ids are not a flat sequence of integers of 64 bits.
     """
+    if not isinstance(root, bytes) or len(root) != HASH_BYTES:
+        # Of another length, it could spell a root followed by tokens.
+        raise InvalidRequestError(f"a hash chain starts at {HASH_BYTES} bytes from root_hash(), not at {root!r}")
     if block_tokens < 1:
         raise InvalidRequestError(f"block_tokens is {block_tokens}, it must be at least 1")
     try:
         tokens = np.asarray(token_ids)
-        if tokens.size and tokens.dtype.kind not in "iu":
-            raise TypeError(f"they are {tokens.dtype}")
-        encoded = tokens.astype("<i8", casting="unsafe" if not tokens.size else "same_kind").reshape(-1).tobytes()
+        if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+            raise TypeError(f"they are {tokens.dtype} of shape {tokens.shape}")
+        if tokens.dtype.kind == "u" and tokens.size and int(tokens.max()) >= 1 << 63:
+            raise OverflowError(f"there is a {int(tokens.max())}")
+        encoded = tokens.astype("<i8").tobytes()
     except (TypeError, ValueError, OverflowError) as exc:
-        raise InvalidRequestError(f"token ids must be integers of 64 bits: {exc}") from exc
+        raise InvalidRequestError(f"token ids must be a flat sequence of integers of 64 bits: {exc}") from exc
     width = 8 * block_tokens
     hashes = []
     parent = root
@@ -160,13 +168,13 @@ def offload_keys(
         group_index: The KV group that the blocks belong to.
 
     Raises:
-        InvalidRequestError: A hash has under 16 bytes, which is too few to tell blocks apart safely.
+        InvalidRequestError: A hash is not `bytes`, or has under 16, which is too few to tell blocks apart safely.
     """
     if block_size_factor < 1:
         raise InvalidRequestError(f"block_size_factor is {block_size_factor}, it must be at least 1")
     last_hashes = list(engine_hashes)[block_size_factor - 1 :: block_size_factor]
     for block_hash in last_hashes:
-        if len(block_hash) < MIN_ENGINE_HASH_BYTES:
+        if isinstance(block_hash, bytes) and len(block_hash) < MIN_ENGINE_HASH_BYTES:
             raise InvalidRequestError(
                 f"a block hash of {len(block_hash)} bytes cannot tell blocks apart safely; "
                 f"use at least {MIN_ENGINE_HASH_BYTES} bytes"

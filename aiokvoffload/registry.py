@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import operator
 from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
 from typing import Generic, TypeVar
@@ -14,9 +15,10 @@ Part = TypeVar("Part")
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """Return `"; did you mean 'lru'?"` for a near miss, else an empty string."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    """Return `"; did you mean 'lru'?"` for a near miss in any case, else an empty string."""
+    folded = {candidate.casefold(): candidate for candidate in known}
+    near = difflib.get_close_matches(name.casefold(), folded, n=1)
+    return f"; did you mean {folded[near[0]]!r}?" if near else ""
 
 
 class Registry(Generic[Part]):
@@ -46,7 +48,7 @@ class Registry(Generic[Part]):
         Raises:
             ConfigurationError: The name is unknown, cannot be imported or is not such a part.
         """
-        found = name if isinstance(name, type) else self._load(name)
+        found = self._load(name) if isinstance(name, str) else name
         if not (isinstance(found, type) and issubclass(found, self._base)):
             raise ConfigurationError(f"{name!r} is no {self._kind}: it must be a subclass of {self._base.__name__}")
         return found
@@ -56,24 +58,23 @@ class Registry(Generic[Part]):
         if ":" in target:
             return import_object(target, self._kind)
         for point in entry_points(group=self._entry_point_group, name=name):
-            loaded: object = point.load()
-            return loaded
+            return import_object(f"{point.module}:{point.attr}", self._kind)
         known = self.names()
         raise ConfigurationError(
-            f"unknown {self._kind} {name!r}{nearest_name(name, known)} Known: {', '.join(known)}; "
+            f"unknown {self._kind} {name!r}{nearest_name(name, known) or '.'} Known: {', '.join(known)}; "
             "or give 'module:Class'"
         )
 
 
 def import_object(target: str, kind: str) -> object:
-    """Import `"module:Class"`.
+    """Import `"module:Class"`, or `"module:Outer.Inner"`.
 
     Raises:
-        ConfigurationError: The module cannot be imported or has no such attribute.
+        ConfigurationError: The module cannot be imported, for whatever reason, or has no such attribute.
     """
     module_name, _, attribute = target.partition(":")
     try:
-        found: object = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as exc:
+        found: object = operator.attrgetter(attribute)(importlib.import_module(module_name))
+    except Exception as exc:
         raise ConfigurationError(f"{kind} {target!r} cannot be imported: {exc}") from exc
     return found

@@ -137,7 +137,7 @@ class BlockIDsLoadStoreSpec(LoadStoreSpec):
             return NotImplemented
         return np.array_equal(self.block_ids, other.block_ids)
 
-    __hash__ = None  # holds a mutable array
+    __hash__ = None  # type: ignore[assignment]  # holds a mutable array
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.block_ids.tolist()})"

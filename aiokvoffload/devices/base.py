@@ -14,7 +14,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from aiokvoffload.errors import InvalidRequestError
+from aiokvoffload.errors import DeviceError, InvalidRequestError
 
 
 class Direction(Enum):
@@ -32,9 +32,9 @@ class Event:
     """A mark in a stream: done when all work put before it is done; made by `Device.record`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class CopyPlan:
-    """A batch of copies, as three int64 arrays of one length.
+    """A batch of copies, as three int64 arrays of one length, which may be 0; equal only to itself.
 
     Attributes:
         sources: Addresses read from.
@@ -54,6 +54,26 @@ class CopyPlan:
     def total_bytes(self) -> int:
         """Bytes of the whole batch."""
         return int(self.byte_counts.sum())
+
+    def validate(self) -> None:
+        """Check what every device asks of a batch; overlaps are not looked for.
+
+        Raises:
+            DeviceError: Arrays of other types or lengths, or a copy without bytes or address.
+        """
+        columns = (self.sources, self.destinations, self.byte_counts)
+        if any(column.dtype != np.int64 or column.ndim != 1 for column in columns):
+            raise DeviceError(
+                "a copy plan is three flat int64 arrays, but these are "
+                + ", ".join(f"{column.dtype} of shape {column.shape}" for column in columns)
+            )
+        if not self.sources.size == self.destinations.size == self.byte_counts.size:
+            raise DeviceError(
+                f"a copy plan has as many sources ({self.sources.size}) as destinations "
+                f"({self.destinations.size}) and byte counts ({self.byte_counts.size})"
+            )
+        if self.byte_counts.size and min(int(column.min()) for column in columns) <= 0:
+            raise DeviceError("every copy of a plan needs two addresses and a byte count above 0")
 
 
 class Device(ABC):
@@ -85,13 +105,20 @@ class Device(ABC):
     def is_done(self, event: Event) -> bool:
         """Return whether the work before `event` is over, without waiting.
 
+        Work that fails does so for the next event recorded on its stream, and for no other; what comes after
+        it on the stream, and streams that wait for that event, go on.
+
         Raises:
             DeviceError: The work is over because it failed; raised on every call for this event.
         """
 
     @abstractmethod
     def elapsed_seconds(self, start: Event, end: Event) -> float:
-        """Return the device's time between two done events."""
+        """Return the device's time between two events that are over.
+
+        Raises:
+            StateError: One of them is not.
+        """
 
     @abstractmethod
     def wait_event(self, stream: Stream, event: Event) -> None:
@@ -127,7 +154,7 @@ class Device(ABC):
         return None
 
     def close(self) -> None:
-        """Give back what the device holds; idempotent."""
+        """Give back what the device holds; idempotent. Every other call then raises ClosedError."""
 
 
 class SimulatedDevice(Device):
@@ -135,4 +162,4 @@ class SimulatedDevice(Device):
 
     @abstractmethod
     def launch(self, stream: Stream, work: Callable[[], None]) -> None:
-        """Put `work` into `stream`, as an engine launches a kernel."""
+        """Put `work` into `stream`, as an engine launches a kernel; work that raises has failed."""

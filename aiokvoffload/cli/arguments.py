@@ -1,0 +1,213 @@
+"""The command line: its options, and what it says when one is wrong."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NoReturn
+
+from aiokvoffload.cli.options import (
+    DEFAULT_CONCURRENCY,
+    DEFAULT_CPU_BLOCKS,
+    WORD_BYTES,
+    ReplayOptions,
+    block_bytes,
+    parse_byte_size,
+)
+from aiokvoffload.errors import ConfigurationError
+
+PROGRAM = "aiokvoffload"
+USAGE = f"{PROGRAM} replay [options]"
+_DEFAULTS = ReplayOptions()
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> ReplayOptions:
+    """Return the options of `aiokvoffload replay`.
+
+    A mistake is printed as one sentence and ends the process with exit status 2, `--help` and `--version` with 0.
+
+    Args:
+        arguments: What follows the program's name; that of this process by default.
+    """
+    program = argparse.ArgumentParser(
+        prog=PROGRAM, description="Async offloading of LLM KV-cache blocks.", allow_abbrev=False
+    )
+    program.add_argument("--version", action="version", version=f"{PROGRAM} {_installed_version()}")
+    commands = program.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    replay = commands.add_parser(
+        "replay",
+        help="replay a request trace and check every byte",
+        usage=USAGE,
+        description=(
+            "Replays requests as an async serving loop would: loads what hits, computes and stores the rest, and "
+            "checks every loaded byte. Exit status 1 if anything was wrong, 2 for a mistake on the command line."
+        ),
+        allow_abbrev=False,
+    )
+    _add_replay_options(replay)
+    return _replay_options(replay, program.parse_args(arguments))
+
+
+def exit_with_mistake(message: str) -> NoReturn:
+    """End the process as a mistake on the command line does, for one that only shows later, such as a bad trace."""
+    argparse.ArgumentParser(prog=f"{PROGRAM} replay", usage=USAGE).error(message)
+
+
+def _add_replay_options(parser: argparse.ArgumentParser) -> None:
+    requests = parser.add_argument_group("requests")
+    requests.add_argument(
+        "--trace",
+        metavar="FILE",
+        type=Path,
+        help="JSON lines with timestamp, input_length, output_length and hash_ids (512 tokens each), plain or gzip; "
+        "without it, a built-in workload of conversations",
+    )
+    requests.add_argument("--limit", metavar="N", type=_integer(1), help="replay only the first N requests")
+    requests.add_argument(
+        "--concurrency",
+        metavar="N",
+        type=_integer(1),
+        help=f"requests in work at a time (default {DEFAULT_CONCURRENCY}; always 1 with --no-data)",
+    )
+    requests.add_argument(
+        "--seed",
+        metavar="N",
+        type=_integer(0),
+        default=_DEFAULTS.seed,
+        help="seed of the built-in workload and of --corrupt (default %(default)s)",
+    )
+    cache = parser.add_argument_group("cache")
+    cache.add_argument(
+        "--policy",
+        metavar="NAME",
+        default=_DEFAULTS.policy,
+        help="eviction policy: lru, arc, an installed plug-in or module:Class (default %(default)s)",
+    )
+    capacity = cache.add_mutually_exclusive_group()
+    capacity.add_argument(
+        "--cpu-blocks",
+        metavar="N",
+        type=_integer(1),
+        help=f"offloaded blocks that CPU memory holds (default {DEFAULT_CPU_BLOCKS})",
+    )
+    capacity.add_argument(
+        "--cpu-bytes", metavar="SIZE", type=_size, help="the same in bytes, such as 64MiB, 1GB or 1048576"
+    )
+    cache.add_argument(
+        "--gpu-blocks", metavar="N", type=_integer(1), help="GPU blocks (default: enough for --concurrency)"
+    )
+    cache.add_argument(
+        "--page-bytes",
+        metavar="N",
+        type=_integer(WORD_BYTES, multiple_of=WORD_BYTES),
+        default=_DEFAULTS.page_bytes,
+        help="bytes of a GPU block in one layer (default %(default)s)",
+    )
+    cache.add_argument(
+        "--layers", metavar="N", type=_integer(1), default=_DEFAULTS.layers, help="layers (default %(default)s)"
+    )
+    cache.add_argument(
+        "--block-size-factor",
+        metavar="N",
+        type=_integer(1),
+        default=_DEFAULTS.block_size_factor,
+        help="GPU blocks per offloaded block (default %(default)s)",
+    )
+    cache.add_argument(
+        "--store-threshold",
+        metavar="N",
+        type=_integer(0),
+        default=_DEFAULTS.store_threshold,
+        help="store a block only once N requests have asked for it (default: store every block)",
+    )
+    run = parser.add_argument_group("run")
+    run.add_argument(
+        "--corrupt",
+        metavar="N",
+        type=_integer(0),
+        default=_DEFAULTS.corrupt,
+        help="flip N stored bytes on purpose, which must be found (default %(default)s)",
+    )
+    run.add_argument(
+        "--no-data", action="store_true", help="bookkeeping only: a hit-rate simulator that moves no bytes"
+    )
+    run.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    run.add_argument(
+        "--backend", choices=("asyncio", "trio"), default=_DEFAULTS.backend, help="event loop (default %(default)s)"
+    )
+    run.add_argument(
+        "--check-order",
+        action=argparse.BooleanOptionalAction,
+        default=_DEFAULTS.check_order,
+        help="look for reads and overwrites that come too early (on unless switched off)",
+    )
+
+
+def _replay_options(parser: argparse.ArgumentParser, found: argparse.Namespace) -> ReplayOptions:
+    if found.no_data and found.corrupt:
+        parser.error("--corrupt needs bytes, so it cannot be used with --no-data")
+    if found.no_data and found.concurrency not in (None, 1):
+        parser.error("--no-data replays one request after the other, so --concurrency must be 1 or left out")
+    if found.backend == "trio" and find_spec("trio") is None:
+        parser.error("--backend trio needs the package trio; install it, or use --backend asyncio")
+    cpu_blocks = found.cpu_blocks or DEFAULT_CPU_BLOCKS
+    if found.cpu_bytes is not None:
+        needed_bytes = block_bytes(found.page_bytes, found.layers, found.block_size_factor)
+        cpu_blocks = found.cpu_bytes // needed_bytes
+        if cpu_blocks < 1:
+            parser.error(
+                f"--cpu-bytes {found.cpu_bytes} is too little for one offloaded block, which needs {needed_bytes} bytes"
+            )
+    try:
+        return ReplayOptions(
+            trace=found.trace,
+            limit=found.limit,
+            policy=found.policy,
+            cpu_blocks=cpu_blocks,
+            gpu_blocks=found.gpu_blocks,
+            page_bytes=found.page_bytes,
+            layers=found.layers,
+            block_size_factor=found.block_size_factor,
+            store_threshold=found.store_threshold,
+            concurrency=found.concurrency or (1 if found.no_data else DEFAULT_CONCURRENCY),
+            seed=found.seed,
+            corrupt=found.corrupt,
+            with_data=not found.no_data,
+            json_output=found.json,
+            backend=found.backend,
+            check_order=found.check_order,
+        )
+    except ConfigurationError as exc:
+        parser.error(str(exc))
+
+
+def _integer(at_least: int, *, multiple_of: int = 1) -> Callable[[str], int]:
+    expected = f"a multiple of {multiple_of}" if multiple_of > 1 else "a whole number"
+
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = at_least - 1
+        if value < at_least or value % multiple_of:
+            raise argparse.ArgumentTypeError(f"{text!r} must be {expected}, at least {at_least}")
+        return value
+
+    return convert
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_byte_size(text)
+    except ConfigurationError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
+
+
+def _installed_version() -> str:
+    try:
+        return version(PROGRAM)
+    except PackageNotFoundError:  # run from a checkout that was not installed
+        return "(not installed)"

@@ -1,0 +1,121 @@
+"""What `aiokvoffload replay` is asked to do."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Literal
+
+from aiokvoffload.errors import ConfigurationError
+
+Backend = Literal["asyncio", "trio"]
+
+WORD_BYTES = 8
+BYTE_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)},
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)},
+}
+DEFAULT_CPU_BLOCKS = 1024
+DEFAULT_CONCURRENCY = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions:
+    """The options of one replay, each checked when it is made.
+
+    Attributes:
+        trace: Trace file; None replays the built-in workload.
+        limit: Replay only so many requests.
+        policy: Name of the eviction policy, or `module:Class`; whether it exists is for the registry to say.
+        cpu_blocks: Offloaded blocks that CPU memory holds.
+        gpu_blocks: GPU blocks; None takes what the concurrent requests need at most.
+        page_bytes: Bytes of a GPU block in one layer.
+        layers: Layers of the KV cache.
+        block_size_factor: GPU blocks per offloaded block.
+        store_threshold: Accesses before a block is stored; 0 and 1 store every block.
+        concurrency: Requests in work at a time; without data there is only ever one.
+        seed: Seed of the built-in workload and of the choice of bytes to corrupt.
+        corrupt: Stored bytes to flip on purpose.
+        with_data: Whether bytes move; if not, only the bookkeeping runs.
+        json_output: Whether the report is JSON.
+        backend: The event loop.
+        check_order: Whether reads and overwrites that come too early are looked for.
+
+    Raises:
+        ConfigurationError: A value cannot work, or two of them contradict each other.
+    """
+
+    trace: Path | None = None
+    limit: int | None = None
+    policy: str = "lru"
+    cpu_blocks: int = DEFAULT_CPU_BLOCKS
+    gpu_blocks: int | None = None
+    page_bytes: int = 1024
+    layers: int = 4
+    block_size_factor: int = 1
+    store_threshold: int = 0
+    concurrency: int = DEFAULT_CONCURRENCY
+    seed: int = 0
+    corrupt: int = 0
+    with_data: bool = True
+    json_output: bool = False
+    backend: Backend = "asyncio"
+    check_order: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.policy.strip():
+            raise ConfigurationError("policy is empty; name an eviction policy, such as lru")
+        for name in ("limit", "cpu_blocks", "gpu_blocks", "layers", "block_size_factor", "concurrency"):
+            _require(name, getattr(self, name), at_least=1)
+        for name in ("store_threshold", "seed", "corrupt"):
+            _require(name, getattr(self, name), at_least=0)
+        if self.page_bytes < 1 or self.page_bytes % WORD_BYTES:
+            raise ConfigurationError(f"page_bytes is {self.page_bytes}, it must be a positive multiple of {WORD_BYTES}")
+        if self.gpu_blocks is not None and self.gpu_blocks < self.block_size_factor:
+            raise ConfigurationError(
+                f"gpu_blocks is {self.gpu_blocks}, but one offloaded block is {self.block_size_factor} GPU blocks"
+            )
+        if self.corrupt and not self.with_data:
+            raise ConfigurationError("without data there are no bytes to corrupt")
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one offloaded block."""
+        return block_bytes(self.page_bytes, self.layers, self.block_size_factor)
+
+    @property
+    def cpu_bytes(self) -> int:
+        """Bytes of CPU memory that the offloaded blocks take."""
+        return self.cpu_blocks * self.block_bytes
+
+
+def block_bytes(page_bytes: int, layers: int, block_size_factor: int) -> int:
+    """Return the bytes of one offloaded block."""
+    return page_bytes * layers * block_size_factor
+
+
+def parse_byte_size(text: str) -> int:
+    """Return the bytes meant by `1048576`, `64MiB`, `1.5 GiB` or `1GB`; upper and lower case are the same.
+
+    Raises:
+        ConfigurationError: The text is no such size, or not a whole number of bytes of at least 1.
+    """
+    match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*", text)
+    factor = BYTE_UNITS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise ConfigurationError(
+            f"{text!r} is no size; give bytes or a number with kB, MB, GB, TB, KiB, MiB, GiB or TiB, such as 64MiB"
+        )
+    size = int(Decimal(match[1]) * factor)
+    if size < 1:
+        raise ConfigurationError(f"{text!r} is less than one byte")
+    return size
+
+
+def _require(name: str, value: int | None, *, at_least: int) -> None:
+    if value is not None and value < at_least:
+        raise ConfigurationError(f"{name} is {value}, it must be at least {at_least}")

@@ -1,0 +1,228 @@
+"""Where every byte of a transfer is read and written.
+
+A slot holds `block_size_factor` GPU blocks of one KV group. For every reference of the group (a layer's keys, its
+values, ...) it holds that many pages in a row, and the references follow one another from the start of the slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiokvoffload.devices.base import CopyPlan, Direction
+from aiokvoffload.errors import ConfigurationError, InvalidRequestError
+from aiokvoffload.kv_caches import CanonicalKVCaches
+from aiokvoffload.memory.base import HostMemory
+from aiokvoffload.specs import CPULoadStoreSpec, GPULoadStoreSpec
+
+Addresses = NDArray[np.int64]
+
+
+def compute_sub_block_ptrs(
+    block_ids: Addresses,
+    block_size_factor: int,
+    output: Addresses,
+    *,
+    base_address: int,
+    row_stride_bytes: int,
+    sub_block_bytes: int,
+    skip_count: int = 0,
+) -> None:
+    """Write the address of every sub-block of some blocks to `output`.
+
+    Sub-block j of block b lies at `base_address + b * row_stride_bytes + j * sub_block_bytes`. The first
+    `skip_count` sub-blocks of the first block are left out, and what follows `output`'s length of the last one.
+
+    Args:
+        block_ids: int64 block numbers.
+        block_size_factor: Sub-blocks of each block.
+        output: int64, one address per sub-block.
+        base_address: Where sub-block 0 of block 0 lies.
+        row_stride_bytes: From one block to the next.
+        sub_block_bytes: From one sub-block to the next.
+        skip_count: Sub-blocks of the first block to leave out, fewer than `block_size_factor`.
+
+    Raises:
+        InvalidRequestError: The blocks do not hold exactly that many sub-blocks, counted in whole blocks.
+    """
+    if not 0 <= skip_count < block_size_factor:
+        raise InvalidRequestError(f"skip_count {skip_count} is not between 0 and {block_size_factor - 1}")
+    if len(block_ids) != -(-(skip_count + len(output)) // block_size_factor) * bool(len(output)):
+        raise InvalidRequestError(
+            f"{len(block_ids)} blocks of {block_size_factor} do not fit {len(output)} sub-blocks after {skip_count}"
+        )
+    rows = base_address + block_ids * row_stride_bytes
+    if block_size_factor == 1:
+        output[:] = rows
+        return
+    offsets = np.arange(block_size_factor, dtype=np.int64) * sub_block_bytes
+    output[:] = np.add.outer(rows, offsets).reshape(-1)[skip_count : skip_count + len(output)]
+
+
+def merge_runs(
+    sources: Addresses, destinations: Addresses, byte_counts: Addresses
+) -> tuple[Addresses, Addresses, Addresses]:
+    """Join neighbouring copies that go on where the one before ends, on both sides."""
+    if len(sources) < 2:
+        return sources, destinations, byte_counts
+    goes_on = (sources[1:] == sources[:-1] + byte_counts[:-1]) & (
+        destinations[1:] == destinations[:-1] + byte_counts[:-1]
+    )
+    starts = np.concatenate(([0], np.flatnonzero(~goes_on) + 1))
+    return sources[starts], destinations[starts], np.add.reduceat(byte_counts, starts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """One reference of a group: where its pages lie in GPU memory and within a slot."""
+
+    gpu_address: int
+    gpu_stride_bytes: int
+    page_bytes: int
+    slot_offset_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The blocks of one group in a transfer."""
+
+    group: int
+    skip_count: int
+    gpu_blocks: Addresses
+    slots: Addresses
+
+
+class SlotLayout:
+    """How GPU blocks lie in slots; makes the copies of a transfer.
+
+    Args:
+        kv_caches: The GPU side.
+        block_size_factor: GPU blocks per slot.
+
+    Raises:
+        ConfigurationError: The factor is not positive.
+    """
+
+    def __init__(self, kv_caches: CanonicalKVCaches, block_size_factor: int) -> None:
+        if block_size_factor < 1:
+            raise ConfigurationError(f"block_size_factor is {block_size_factor}, it must be at least 1")
+        self.kv_caches = kv_caches
+        self.block_size_factor = block_size_factor
+        self.group_slot_bytes: tuple[int, ...] = tuple(
+            sum(ref.page_bytes for ref in refs) * block_size_factor for refs in kv_caches.group_refs
+        )
+        self.slot_bytes = max(self.group_slot_bytes)
+        self._pages = [self._group_pages(group) for group in range(len(kv_caches.group_refs))]
+
+    def pairs(self, gpu_spec: GPULoadStoreSpec, cpu_spec: CPULoadStoreSpec) -> list[tuple[int, int, int]]:
+        """Return `(GPU block, KV group, place)` of every GPU block; a place is `slot * factor + sub-block`."""
+        found: list[tuple[int, int, int]] = []
+        for part in self._parts(gpu_spec, cpu_spec):
+            places = np.empty(len(part.gpu_blocks), dtype=np.int64)
+            compute_sub_block_ptrs(
+                part.slots,
+                self.block_size_factor,
+                places,
+                base_address=0,
+                row_stride_bytes=self.block_size_factor,
+                sub_block_bytes=1,
+                skip_count=part.skip_count,
+            )
+            found += [
+                (block, part.group, place)
+                for block, place in zip(part.gpu_blocks.tolist(), places.tolist(), strict=True)
+            ]
+        return found
+
+    def plan(
+        self,
+        gpu_spec: GPULoadStoreSpec,
+        cpu_spec: CPULoadStoreSpec,
+        direction: Direction,
+        memory: HostMemory,
+        keep: NDArray[np.bool_] | None = None,
+    ) -> CopyPlan:
+        """Return the copies between GPU blocks and slots, neighbours merged.
+
+        Args:
+            gpu_spec: GPU blocks, group after group.
+            cpu_spec: Slots, group after group; the first GPU block of a group may lie inside its first slot.
+            direction: Which way.
+            memory: Where the slots are.
+            keep: Which GPU blocks to copy; all of them by default.
+
+        Raises:
+            InvalidRequestError: A block or slot is out of range, or the two ends do not fit each other.
+        """
+        self._check_range("GPU block", gpu_spec.block_ids, self.kv_caches.block_count)
+        self._check_range("slot", cpu_spec.block_ids, memory.slot_count)
+        columns: list[tuple[Addresses, ...]] = []
+        first = 0
+        for part in self._parts(gpu_spec, cpu_spec):
+            count = len(part.gpu_blocks)
+            kept = slice(None) if keep is None else keep[first : first + count]
+            first += count
+            for page in self._pages[part.group]:
+                gpu_side, slot_side = np.empty((2, count), dtype=np.int64)
+                compute_sub_block_ptrs(
+                    part.gpu_blocks,
+                    1,
+                    gpu_side,
+                    base_address=page.gpu_address,
+                    row_stride_bytes=page.gpu_stride_bytes,
+                    sub_block_bytes=page.page_bytes,
+                )
+                compute_sub_block_ptrs(
+                    part.slots,
+                    self.block_size_factor,
+                    slot_side,
+                    base_address=memory.address + page.slot_offset_bytes,
+                    row_stride_bytes=memory.slot_stride_bytes,
+                    sub_block_bytes=page.page_bytes,
+                    skip_count=part.skip_count,
+                )
+                ends = (gpu_side, slot_side) if direction is Direction.STORE else (slot_side, gpu_side)
+                byte_counts = np.full(count, page.page_bytes, dtype=np.int64)
+                columns.append(tuple(column[kept] for column in (*ends, byte_counts)))
+        joined = [np.concatenate(column) for column in zip(*columns, strict=True)] or [np.empty(0, np.int64)] * 3
+        owners = (memory.buffer, *(tensor.tensor for tensor in self.kv_caches.tensors))
+        return CopyPlan(*merge_runs(*joined), direction, owners)
+
+    def _parts(self, gpu_spec: GPULoadStoreSpec, cpu_spec: CPULoadStoreSpec) -> list[_Part]:
+        """Cut both ends into groups, leaving out empty ones."""
+        if len(gpu_spec.group_sizes) != len(self._pages):
+            raise InvalidRequestError(
+                f"the KV cache has {len(self._pages)} groups, but the GPU blocks come in {len(gpu_spec.group_sizes)}"
+            )
+        parts = []
+        first_block = first_slot = 0
+        for group, (size, index) in enumerate(zip(gpu_spec.group_sizes, gpu_spec.block_indices, strict=True)):
+            skip_count = index % self.block_size_factor
+            slot_count = -(-(skip_count + size) // self.block_size_factor) if size else 0
+            if size:
+                block_ids = gpu_spec.block_ids[first_block : first_block + size]
+                slot_ids = cpu_spec.block_ids[first_slot : first_slot + slot_count]
+                parts.append(_Part(group, skip_count, block_ids, slot_ids))
+            first_block += size
+            first_slot += slot_count
+        if first_slot != len(cpu_spec):
+            raise InvalidRequestError(
+                f"GPU blocks {gpu_spec.group_sizes} from {gpu_spec.block_indices}, at {self.block_size_factor} "
+                f"a slot, need {first_slot} slots, not {len(cpu_spec)}"
+            )
+        return parts
+
+    def _group_pages(self, group: int) -> list[_Page]:
+        pages = []
+        offset = 0
+        for ref in self.kv_caches.group_refs[group]:
+            tensor = self.kv_caches.tensors[ref.tensor_index].tensor
+            pages.append(_Page(tensor.data_ptr(), tensor.stride(0), ref.page_bytes, offset))
+            offset += ref.page_bytes * self.block_size_factor
+        return pages
+
+    def _check_range(self, what: str, ids: Addresses, count: int) -> None:
+        if len(ids) and int(ids.max()) >= count:
+            raise InvalidRequestError(f"{what} {int(ids.max())} is out of range: there are {count}, from 0")

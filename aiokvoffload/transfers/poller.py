@@ -1,0 +1,132 @@
+"""One task that polls for everybody who waits, and outlives them all.
+
+It is no child of the caller's task: cancelling the scope around an offloader must not stop the one who finds out
+that a copy has landed, or whoever waits for that copy, uncancelled, would wait for ever. On asyncio it is a task
+of its own, on trio a system task; so an offloader can also be entered in one task and left in another. When the
+event loop ends and cancels it, it waits for the copies under way, blocking and bounded, and ends them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import anyio
+
+from aiokvoffload.clock import Clock, deadline_after
+from aiokvoffload.devices.base import Device
+
+_logger = logging.getLogger(__name__)
+
+_MIN_SLEEP_SECONDS = 0.001
+"""Below it asyncio rounds up, and uvloop spins."""
+_MAX_BACKOFF = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PollStep:
+    """What one poll found, and when the next one is due.
+
+    Attributes:
+        has_news: Something had landed.
+        seconds_to_landing: Estimate for what lands next; None if nothing is under way.
+        seconds_to_deadline: When something becomes overdue; None if nothing will.
+    """
+
+    has_news: bool
+    seconds_to_landing: float | None
+    seconds_to_deadline: float | None
+
+
+class Poller:
+    """Polls when a copy is expected to have landed; parked while nothing is under way.
+
+    Args:
+        step: Polls once; must not raise.
+        drain: Blocks until the copies under way are over or a bound is reached; must not raise.
+        device: Its doorbell, if it has one, wakes the poller.
+        clock: What the poller sleeps by.
+    """
+
+    def __init__(self, step: Callable[[], PollStep], drain: Callable[[], None], device: Device, clock: Clock) -> None:
+        self._step = step
+        self._drain = drain
+        self._device = device
+        self._clock = clock
+        self._is_stopping = False
+        self._ring: Callable[[], None] = self.wake
+        self._task: asyncio.Task[None] | None = None
+        self.poll_count = 0
+
+    def start(self) -> None:
+        """Start polling in the running event loop."""
+        self._wake_up = anyio.Event()
+        self._finished = anyio.Event()
+        if _is_trio():
+            import trio
+
+            token = trio.lowlevel.current_trio_token()
+            self._ring = lambda: _ignoring(trio.RunFinishedError, lambda: token.run_sync_soon(self.wake))
+            trio.lowlevel.spawn_system_task(self._run, name="aiokvoffload poller")
+        else:
+            loop = asyncio.get_running_loop()
+            # A closed loop has cancelled the poller, which has drained.
+            self._ring = lambda: _ignoring(RuntimeError, lambda: loop.call_soon_threadsafe(self.wake))
+            self._task = loop.create_task(self._run(), name="aiokvoffload poller")
+
+    def wake(self) -> None:
+        """Let the poller poll soon; from the event loop's thread."""
+        self._wake_up.set()
+
+    async def stop(self) -> None:
+        """Stop polling, and wait until it has stopped."""
+        self._is_stopping = True
+        self.wake()
+        with anyio.CancelScope(shield=True):
+            await self._finished.wait()
+
+    async def _run(self) -> None:
+        silence = self._device.add_doorbell(self._ring)
+        try:
+            await self._poll_until_stopped(has_doorbell=silence is not None)
+        except anyio.get_cancelled_exc_class():
+            self._drain()
+            raise
+        finally:
+            if silence is not None:
+                silence()
+            self._finished.set()
+
+    async def _poll_until_stopped(self, *, has_doorbell: bool) -> None:
+        backoff = _MAX_BACKOFF if has_doorbell else 1
+        while not self._is_stopping:
+            self._wake_up = anyio.Event()
+            self.poll_count += 1
+            step = self._step()
+            if not has_doorbell:
+                # What lands later than expected is polled for less and less often; a doorbell rings for it.
+                backoff = 1 if step.has_news else min(2 * backoff, _MAX_BACKOFF)
+            seconds = step.seconds_to_deadline
+            if step.seconds_to_landing is not None:
+                to_landing = max(step.seconds_to_landing, _MIN_SLEEP_SECONDS * backoff)
+                seconds = to_landing if seconds is None else min(seconds, to_landing)
+            with self._clock.cancel_at(deadline_after(self._clock, seconds)):
+                await self._wake_up.wait()
+
+
+def _is_trio() -> bool:
+    if "trio" not in sys.modules:
+        return False
+    import trio
+
+    return trio.lowlevel.in_trio_task()
+
+
+def _ignoring(error: type[Exception], call: Callable[[], object]) -> None:
+    try:
+        call()
+    except error:
+        _logger.debug("a doorbell rang after its event loop had ended")

@@ -1,0 +1,320 @@
+"""The worker: both directions of transfer, ordered where they share bytes.
+
+Two transfers conflict if one writes a GPU block or a slot that the other reads or writes. The later one then
+waits for the earlier one, on the device where both are sent. Everything else may overtake: loads go first, but a
+store that was passed over `MAX_PASSED_OVER` times goes next. A load that asks for copies which are under way
+already, the same bytes into the same GPU block, joins them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import numpy as np
+
+from aiokvoffload.clock import Clock
+from aiokvoffload.devices.base import CopyPlan, Device, Direction, Stream
+from aiokvoffload.errors import DeviceError
+from aiokvoffload.transfers.base import Transfer, TransferState
+from aiokvoffload.transfers.device_host import SingleDirectionOffloadingHandler
+from aiokvoffload.transfers.pointers import SlotLayout
+
+MAX_PASSED_OVER = 8
+_ASSUMED_BYTES_PER_SECOND = 8e9
+_BANDWIDTH_WEIGHT = 0.2
+
+
+class OffloadingWorker:
+    """Sends transfers and finds out when they have landed.
+
+    Args:
+        device: Does the copying.
+        layout: How GPU blocks lie in slots.
+        handlers: One for each direction.
+        clock: Where deadlines are read.
+        streams_per_direction: Streams of each direction.
+        in_flight_bytes: How much may be sent and not landed; one transfer always may.
+        landing_seconds: A transfer not landed this long after it was sent is overdue.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        layout: SlotLayout,
+        handlers: Mapping[Direction, SingleDirectionOffloadingHandler],
+        clock: Clock,
+        *,
+        streams_per_direction: int = 2,
+        in_flight_bytes: int = 1 << 30,
+        landing_seconds: float = 30.0,
+    ) -> None:
+        self._device = device
+        self._layout = layout
+        self._handlers = handlers
+        self._clock = clock
+        self._in_flight_limit = in_flight_bytes
+        self._landing_seconds = landing_seconds
+        self._streams = {
+            direction: [
+                device.create_stream(f"{direction.name.lower()}-{number}") for number in range(streams_per_direction)
+            ]
+            for direction in Direction
+        }
+        self._sent: dict[Stream, deque[Transfer]] = {
+            stream: deque() for streams in self._streams.values() for stream in streams
+        }
+        self._queued: dict[Direction, deque[Transfer]] = {direction: deque() for direction in Direction}
+        self._plans: dict[Transfer, CopyPlan] = {}
+        self._joiners: list[Transfer] = []
+        self._users: defaultdict[int, list[Transfer]] = defaultdict(list)
+        self._last_load_into: dict[int, tuple[Transfer, tuple[int, int, int]]] = {}
+        self._bytes_per_second = dict.fromkeys(Direction, _ASSUMED_BYTES_PER_SECOND)
+        self._last_job_id = 0
+        self._finished: list[Transfer] = []
+        self.in_flight_bytes = 0
+        self.byte_count = dict.fromkeys(Direction, 0)
+        self.busy_seconds = dict.fromkeys(Direction, 0.0)
+        self.joined_block_count = 0
+
+    @property
+    def queued_count(self) -> int:
+        """How many transfers have not been sent."""
+        return sum(map(len, self._queued.values()))
+
+    @property
+    def sent_count(self) -> int:
+        """How many transfers have been sent and have not landed."""
+        return sum(map(len, self._sent.values())) + len(self._joiners)
+
+    def submit(self, transfer: Transfer) -> None:
+        """Take a transfer over, and send it if there is room.
+
+        Raises:
+            InvalidRequestError: Its two ends do not fit; then nothing was taken over.
+        """
+        handler = self._handlers[transfer.direction]
+        pairs = self._layout.pairs(transfer.gpu_spec, transfer.cpu_spec)
+        joined = self._copies_under_way(transfer, pairs)
+        keep = np.array([pair[0] not in joined for pair in pairs]) if joined else None
+        plan = handler.plan(transfer.gpu_spec, transfer.cpu_spec, keep)
+        self._last_job_id += 1
+        transfer.job_id = self._last_job_id
+        transfer.byte_count = plan.total_bytes
+        transfer.joined = list(dict.fromkeys(joined.values()))
+        for other in transfer.joined:
+            other.joined_by_count += 1
+        self.joined_block_count += len(joined)
+        self._register(transfer, [pair for pair in pairs if pair[0] not in joined])
+        self._plans[transfer] = plan
+        self._queued[transfer.direction].append(transfer)
+        self.send_queued()
+
+    def withdraw(self, transfer: Transfer) -> bool:
+        """Take back a transfer that is not sent and that no other has joined; return whether that was so."""
+        if transfer.state is not TransferState.QUEUED or transfer.joined_by_count:
+            return False
+        self._queued[transfer.direction].remove(transfer)
+        transfer.is_withdrawn = True
+        self._end(transfer)
+        return True
+
+    def poll(self) -> list[Transfer]:
+        """End what has landed, send what is queued, and return the transfers that ended since the last poll.
+
+        A fault in one place does not keep the rest from landing; it is raised at the end.
+        """
+        fault: Exception | None = None
+        steps: list[Callable[[], None]] = [partial(self._land_heads, stream) for stream in self._sent]
+        for step in (*steps, self._end_joiners, self._expire):
+            try:
+                step()
+            except Exception as exc:  # noqa: BLE001  raised below
+                fault = fault or exc
+        self.send_queued()
+        if fault is not None:
+            raise fault
+        finished, self._finished = self._finished, []
+        return finished
+
+    def send_queued(self) -> None:
+        """Send what is queued, as far as the byte budget goes."""
+        while (transfer := self._next_to_send()) is not None:
+            plan = self._plans[transfer]
+            if self.in_flight_bytes and self.in_flight_bytes + transfer.byte_count > self._in_flight_limit:
+                return
+            self._queued[transfer.direction].remove(transfer)
+            self._send(transfer, plan)
+
+    def seconds_to_landing(self) -> float | None:
+        """Return an estimate for the transfer that lands next, below 0 if it is late; None if none is under way."""
+        heads = [sent[0] for sent in self._sent.values() if sent]
+        expected = [head.sent_at + head.byte_count / self._bytes_per_second[head.direction] for head in heads]
+        return min(expected) - self._clock.now() if expected else None
+
+    def seconds_to_deadline(self) -> float | None:
+        """Return when the next transfer becomes overdue; None if none will."""
+        deadlines = [transfer.sent_at for transfer in self._under_way() if not transfer.is_overdue]
+        return min(deadlines) + self._landing_seconds - self._clock.now() if deadlines else None
+
+    def under_way(self) -> list[Transfer]:
+        """Return the transfers that have been sent and have not landed, oldest first."""
+        return sorted(self._under_way(), key=lambda transfer: transfer.job_id)
+
+    def withdraw_all(self) -> None:
+        """Take back everything that is not sent, last first."""
+        queued = sorted(
+            (transfer for queue in self._queued.values() for transfer in queue),
+            key=lambda transfer: transfer.job_id,
+            reverse=True,
+        )
+        for transfer in queued:
+            self.withdraw(transfer)
+
+    def _under_way(self) -> list[Transfer]:
+        return [transfer for sent in self._sent.values() for transfer in sent] + self._joiners
+
+    def _copies_under_way(self, transfer: Transfer, pairs: list[tuple[int, int, int]]) -> dict[int, Transfer]:
+        """Return the GPU blocks for which the same copy is under way and nothing has come after it."""
+        if transfer.direction is Direction.STORE:
+            return {}
+        joined = {}
+        for pair in pairs:
+            last = self._last_load_into.get(pair[0])
+            if last is not None and last[1] == pair:
+                joined[pair[0]] = last[0]
+        return joined
+
+    def _register(self, transfer: Transfer, pairs: list[tuple[int, int, int]]) -> None:
+        """Note which GPU blocks and slots a transfer touches, and which earlier transfers it must wait for."""
+        is_load = transfer.direction is Direction.LOAD
+        gpu_blocks = {pair[0] for pair in pairs}
+        slots = {-1 - pair[2] // self._layout.block_size_factor for pair in pairs}
+        waits_for: dict[Transfer, None] = {}
+        for resources, is_written in ((gpu_blocks, is_load), (slots, not is_load)):
+            for resource in resources:
+                users = self._users[resource]
+                for user in users:
+                    if is_written or (user.direction is Direction.LOAD) == (resource >= 0):
+                        waits_for[user] = None
+                users.append(transfer)
+        transfer.waits_for = list(waits_for)
+        transfer.resources = gpu_blocks | slots
+        if is_load:
+            for pair in pairs:
+                self._last_load_into[pair[0]] = (transfer, pair)
+
+    def _next_to_send(self) -> Transfer | None:
+        """Return what goes next: loads before stores, and before either what it must wait for."""
+        loads, stores = self._queued[Direction.LOAD], self._queued[Direction.STORE]
+        if stores and (not loads or stores[0].passed_over_count >= MAX_PASSED_OVER):
+            chosen = stores[0]
+        elif loads:
+            chosen = loads[0]
+        else:
+            return None
+        while blockers := [other for other in (*chosen.waits_for, *chosen.joined) if _is_queued(other)]:
+            chosen = blockers[0]
+        return chosen
+
+    def _send(self, transfer: Transfer, plan: CopyPlan) -> None:
+        stores = self._queued[Direction.STORE]
+        if transfer.direction is Direction.LOAD and stores:
+            stores[0].passed_over_count += 1
+        transfer.state = TransferState.SENT
+        transfer.sent_at = self._clock.now()
+        if not len(plan.sources):
+            self._joiners.append(transfer)
+            transfer.on_sent()
+            return
+        stream = min(
+            self._streams[transfer.direction],
+            key=lambda candidate: sum(other.byte_count for other in self._sent[candidate]),
+        )
+        try:
+            for other in transfer.waits_for:
+                if not other.is_over and other.end_event is not None and other.stream is not stream:
+                    self._device.wait_event(stream, other.end_event)
+            if transfer.after is not None:
+                self._device.wait_event(stream, transfer.after)
+            transfer.start_event, transfer.end_event = self._handlers[transfer.direction].send(plan, stream)
+        except DeviceError as exc:
+            transfer.error = str(exc)
+            self._end(transfer)
+            return
+        transfer.stream = stream
+        self._sent[stream].append(transfer)
+        self.in_flight_bytes += transfer.byte_count
+        transfer.on_sent()
+
+    def _land_heads(self, stream: Stream) -> None:
+        sent = self._sent[stream]
+        while sent and self._has_landed(sent[0]):
+            self._land(sent.popleft())
+
+    def _end_joiners(self) -> None:
+        for transfer in list(self._joiners):
+            if all(other.is_over for other in transfer.joined):
+                self._joiners.remove(transfer)
+                self._end(transfer)
+
+    def _has_landed(self, transfer: Transfer) -> bool:
+        if transfer.end_event is None:
+            return True
+        try:
+            return self._device.is_done(transfer.end_event)
+        except DeviceError as exc:
+            transfer.error = str(exc)
+            return True
+
+    def _land(self, transfer: Transfer) -> None:
+        self.in_flight_bytes -= transfer.byte_count
+        if transfer.error is None and transfer.start_event is not None and transfer.end_event is not None:
+            transfer.seconds = self._device.elapsed_seconds(transfer.start_event, transfer.end_event)
+            self._measure(transfer)
+        if any(not other.is_over for other in transfer.joined):
+            self._joiners.append(transfer)
+        else:
+            self._end(transfer)
+
+    def _measure(self, transfer: Transfer) -> None:
+        direction = transfer.direction
+        self.byte_count[direction] += transfer.byte_count
+        self.busy_seconds[direction] += transfer.seconds
+        if transfer.seconds > 0:
+            measured = transfer.byte_count / transfer.seconds
+            self._bytes_per_second[direction] += _BANDWIDTH_WEIGHT * (measured - self._bytes_per_second[direction])
+
+    def _end(self, transfer: Transfer) -> None:
+        """Nothing touches its bytes any more: let go of them and tell."""
+        transfer.state = TransferState.OVER
+        if transfer.error is None and not transfer.is_withdrawn:
+            failed = next((other for other in transfer.joined if not other.success), None)
+            if failed is not None:
+                transfer.error = f"the copy it joined has failed: {failed.error}"
+        for other in transfer.joined:
+            other.joined_by_count -= 1
+        self._plans.pop(transfer, None)
+        for resource in transfer.resources:
+            users = self._users[resource]
+            users.remove(transfer)
+            if not users:
+                del self._users[resource]
+            last = self._last_load_into.get(resource)
+            if last is not None and last[0] is transfer:
+                del self._last_load_into[resource]
+        transfer.waits_for = []
+        self._finished.append(transfer)
+        transfer.on_over()
+
+    def _expire(self) -> None:
+        bound = self._clock.now() - self._landing_seconds
+        for transfer in self._under_way():
+            if transfer.sent_at <= bound and not transfer.is_overdue:
+                transfer.is_overdue = True
+                transfer.on_overdue()
+
+
+def _is_queued(transfer: Transfer) -> bool:
+    return transfer.state is TransferState.QUEUED
