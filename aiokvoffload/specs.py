@@ -93,7 +93,7 @@ class ReqContext:
     turn: int = 0
     priority: int = 0
     tier_filter: TierFilter = TierFilter.ALL
-    kv_transfer_params: Mapping[str, Any] | None = None
+    kv_transfer_params: Mapping[str, Any] | None = field(default=None, hash=False)
     bindings: dict[object, RequestBinding] = field(default_factory=dict, init=False, repr=False, compare=False)
     """By manager; kept here so that it lives exactly as long as the request."""
 

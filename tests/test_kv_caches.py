@@ -240,6 +240,14 @@ def test_a_shared_tensor_has_the_largest_page() -> None:
         assert CanonicalKVCaches.from_layers(layers).group_page_bytes == ((64,),)
 
 
+def test_pages_with_other_distances_are_other_tensors() -> None:
+    raw = filled(8, 16, dtype=torch.int8)
+    caches = CanonicalKVCaches.from_layers([raw[:4], raw[::2]], groups=[KVGroup(16, [0]), KVGroup(16, [1], "state")])
+    assert indices(caches) == [[0], [1]]
+    assert block_bytes(caches, 3, group=0) == [bytes_of(raw[3])]
+    assert block_bytes(caches, 3, group=1) == [bytes_of(raw[6])]
+
+
 def test_parts_of_a_page_are_tensors_of_their_own() -> None:
     # A state-space layer: a convolution state and a recurrent state inside one page.
     raw = filled(4, 64, dtype=torch.int8)
@@ -496,6 +504,13 @@ def test_what_cannot_be_viewed_is_refused(tensors: Any, arguments: dict[str, Any
         CanonicalKVCaches.from_layers(tensors, **arguments)
     for reason in reasons:
         assert reason in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused() -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(2, 8), torch.zeros(3, 8)])
+    with pytest.raises(LayoutError, match="layer 0: only dense tensors"):
+        CanonicalKVCaches.from_layers([nested])
 
 
 def test_block_tokens_of_the_default_group_are_checked() -> None:

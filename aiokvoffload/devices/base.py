@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiokvoffload.errors import DeviceError, InvalidRequestError
+from aiokvoffload.registry import Registry
 
 
 class Direction(Enum):
@@ -163,3 +164,8 @@ class SimulatedDevice(Device):
     @abstractmethod
     def launch(self, stream: Stream, work: Callable[[], None]) -> None:
         """Put `work` into `stream`, as an engine launches a kernel; work that raises has failed."""
+
+
+DEVICES: Registry[Device] = Registry(
+    "device", Device, {"host": "aiokvoffload.devices.host:HostDevice"}, "aiokvoffload.devices"
+)

@@ -35,16 +35,18 @@ class Announcer:
 
     def send(self) -> None:
         """Hand the events of this step to the sink."""
-        if not self._waiting or self._sink is None:
+        if not self._waiting or self._sink is None or self.is_sending:
             return
-        events, self._waiting = self._waiting, []
         self.is_sending = True
         try:
-            for event in events:
-                self._sink(event)
+            while self._waiting:
+                events, self._waiting = self._waiting, []
+                for event in events:
+                    self._sink(event)
         except Exception:
             _logger.exception("an event sink raised and is detached: it gets no further events")
             self._sink = None
+            self._waiting.clear()
             self.detached_count += 1
         finally:
             self.is_sending = False

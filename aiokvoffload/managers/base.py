@@ -305,10 +305,18 @@ class OffloadingManager(ABC):
         *,
         take: Take = "all",
         group_sizes: Sequence[int] | None = None,
+        resident_tokens: int = 0,
         timeout_seconds: float | None = None,
     ) -> AsyncIterator[PrepareLoadOutput]:
         """Pin blocks for the body; its exit, whichever way, unpins them and never suspends."""
-        ticket = await self.prepare_load(keys, ctx, take=take, group_sizes=group_sizes, timeout_seconds=timeout_seconds)
+        ticket = await self.prepare_load(
+            keys,
+            ctx,
+            take=take,
+            group_sizes=group_sizes,
+            resident_tokens=resident_tokens,
+            timeout_seconds=timeout_seconds,
+        )
         try:
             yield ticket
         finally:
@@ -322,11 +330,12 @@ class OffloadingManager(ABC):
         *,
         when_full: WhenFull = "refuse",
         depths: Sequence[int] | None = None,
+        filtered: bool = True,
         timeout_seconds: float | None = None,
     ) -> AsyncIterator[PrepareStoreOutput]:
         """Reserve slots for the body; a clean exit commits, any other drops. The exit never suspends."""
         ticket = await self.prepare_store(
-            keys, ctx, when_full=when_full, depths=depths, timeout_seconds=timeout_seconds
+            keys, ctx, when_full=when_full, depths=depths, filtered=filtered, timeout_seconds=timeout_seconds
         )
         try:
             yield ticket

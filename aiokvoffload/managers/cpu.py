@@ -147,9 +147,9 @@ class CPUOffloadingManager(OffloadingManager):
     def touch(self, keys: Keys, ctx: ReqContext | None = None, *, depths: Sequence[int] | None = None) -> None:
         """Count the request's access to its blocks; the policy sees resident and missing ones."""
         binding = self._bind(ctx)
+        keys, depths = _without_repeats(keys, depths)
         if binding.epoch == self._epoch:
             self._requests.open_access(binding)
-            keys, depths = _without_repeats(keys, depths)
             self._touch(keys, self._access(binding, ctx, depths))
 
     # Loading
@@ -166,11 +166,10 @@ class CPUOffloadingManager(OffloadingManager):
         """Look up and pin in one step."""
         binding = self._bind(ctx)
         ticket = PrepareLoadOutput(self, self._epoch, self._generation)
-        load = _Load(self._prefix.split(list(dict.fromkeys(keys)), group_sizes), take, resident_tokens)
-        if binding.epoch == self._epoch:
-            self._pin(ticket, load, self._slot_of.__contains__)
-            self._wait_for_writes(ticket, load, ticket.slots)
-            self._hits += len(ticket.keys)
+        load = _Load(self._prefix.split(keys, group_sizes), take, resident_tokens)
+        self._pin(ticket, load, self._slot_of.__contains__ if binding.epoch == self._epoch else _is_never_usable)
+        self._wait_for_writes(ticket, load, ticket.slots)
+        self._hits += len(ticket.keys)
         return ticket
 
     def watch_nowait(self, keys: Keys) -> PrepareLoadOutput:
@@ -220,7 +219,8 @@ class CPUOffloadingManager(OffloadingManager):
         missing = [key for key in offer.keys if key not in self._slot_of]
         is_behind_others = bool(missing and self._offers)
         if is_behind_others or not self._grant(offer, missing, is_leading_enough=when_full == "leading"):
-            if when_full == "wait" and len(missing) <= self._block_count:
+            # What is stored of the offer is not evicted for it, so all of it must fit at once.
+            if when_full == "wait" and len(offer.keys) <= self._block_count:
                 ticket.is_waiting = True
                 self._offers.append(offer)
             else:
@@ -333,16 +333,19 @@ class CPUOffloadingManager(OffloadingManager):
             return
         self._check()
         self._owner.is_closed = True
-        for ticket in list(self._loads):
-            self.complete_load_nowait(ticket)
         while self._offers:
             self._withdraw(self._offers[0].ticket)
+        for ticket in list(self._loads):
+            self._settle_load(ticket, is_missed=True)
         self._end_step()
 
     # Steps
 
     def _check(self) -> None:
         self._owner.check()
+        self._check_sink()
+
+    def _check_sink(self) -> None:
         if self._announcer.is_sending:
             raise StateError("an event sink must not call the manager; hand the event over and return")
 
@@ -403,13 +406,13 @@ class CPUOffloadingManager(OffloadingManager):
                 if not load.writes or (load.take == "all" and not success):
                     self._settle_load(ticket)
 
-    def _settle_load(self, ticket: PrepareLoadOutput) -> None:
-        """End the wait of a load: keep its pins if all blocks were written, else take what is ready."""
+    def _settle_load(self, ticket: PrepareLoadOutput, *, is_missed: bool = False) -> None:
+        """End the wait of a load: keep its pins if all blocks were written, else take what is ready, or nothing."""
         load = self._forget_load(ticket)
         state = self._slots.state
-        if any(state[slot] != SlotState.READY for slot in ticket.slots):
+        if is_missed or any(state[slot] != SlotState.READY for slot in ticket.slots):
             held = ticket.slots
-            self._pin(ticket, load, self._is_ready)
+            self._pin(ticket, load, _is_never_usable if is_missed else self._is_ready)
             self._slots.release(held)
         self._end_wait(ticket)
 
@@ -426,12 +429,8 @@ class CPUOffloadingManager(OffloadingManager):
     def _grant(self, offer: _Offer, missing: list[OffloadKey], *, is_leading_enough: bool) -> bool:
         """Give an offer its slots; False if there are not enough, and then nothing has changed."""
         ticket = offer.ticket
-        slot_of = self._slot_of
-        protected = []
-        if len(missing) < len(offer.keys):
-            ticket.resident_keys = [key for key in offer.keys if self._is_ready(key)]
-            ticket.pending_keys = [key for key in offer.keys if key in slot_of and not self._is_ready(key)]
-            protected = [slot_of[key] for key in ticket.resident_keys]
+        self._note_present(offer, missing)
+        protected = [self._slot_of[key] for key in ticket.resident_keys]
         admitted = self._policy.admit(missing, offer.access)
         room = self._slots.room_beside(protected)
         if len(admitted) > room and not is_leading_enough:
@@ -448,6 +447,14 @@ class CPUOffloadingManager(OffloadingManager):
             ticket.filtered_keys = [key for key in missing if key not in kept]
         self._reserve(ticket, taken, _access_to(taken, offer))
         return True
+
+    def _note_present(self, offer: _Offer, missing: Keys) -> None:
+        """Note which keys of an offer are stored, or being stored, at this moment."""
+        ticket = offer.ticket
+        ticket.resident_keys = ticket.pending_keys = ()
+        if len(missing) < len(offer.keys):
+            ticket.resident_keys = [key for key in offer.keys if self._is_ready(key)]
+            ticket.pending_keys = [key for key in offer.keys if key in self._slot_of and not self._is_ready(key)]
 
     def _drop(self, slots: list[int]) -> list[OffloadKey]:
         """Take evicted slots away from their keys and return the keys."""
@@ -475,6 +482,7 @@ class CPUOffloadingManager(OffloadingManager):
 
     def _refuse(self, offer: _Offer) -> None:
         missing = [key for key in offer.keys if key not in self._slot_of]
+        self._note_present(offer, missing)
         offer.ticket.refused_keys = missing
         self._refused += len(missing)
 
@@ -516,6 +524,7 @@ class CPUOffloadingManager(OffloadingManager):
     def _reject(self, ticket: Ticket) -> Completion | None:
         """Return why a ticket cannot be completed, or None if it can."""
         self._owner.check_thread()
+        self._check_sink()
         if ticket.holder is not self:
             self._rejected += 1
             return Completion.FOREIGN
@@ -523,6 +532,10 @@ class CPUOffloadingManager(OffloadingManager):
             self._rejected += 1
             return Completion.REPEATED
         return None
+
+
+def _is_never_usable(_key: OffloadKey) -> bool:
+    return False
 
 
 def _without_repeats(keys: Keys, depths: Sequence[int] | None) -> tuple[Keys, Sequence[int] | None]:

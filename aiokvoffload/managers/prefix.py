@@ -34,22 +34,22 @@ class PrefixMatcher:
         self._alignment = math.lcm(*self.block_tokens)
 
     def split(self, keys: Keys, group_sizes: Sequence[int] | None) -> list[Keys]:
-        """Return the keys of each group.
+        """Return the keys of each group, each key once.
 
         Raises:
             InvalidRequestError: The sizes are not one per group, or do not add up to the number of keys.
         """
         if group_sizes is None and len(self.block_tokens) == 1:
-            return [keys]
+            group_sizes = (len(keys),)
         if group_sizes is None or len(group_sizes) != len(self.block_tokens) or sum(group_sizes) != len(keys):
             raise InvalidRequestError(
                 f"{len(keys)} keys of {len(self.block_tokens)} KV groups need group_sizes, "
                 f"one per group and adding up to {len(keys)}, not {group_sizes}"
             )
-        parts = []
+        parts: list[Keys] = []
         start = 0
         for size in group_sizes:
-            parts.append(keys[start : start + size])
+            parts.append(list(dict.fromkeys(keys[start : start + size])))
             start += size
         return parts
 
@@ -94,14 +94,6 @@ class PrefixMatcher:
         if count is not None:
             start = max(start, end - count)
         return range(min(start, end) if end_tokens > resident_tokens else end, end)
-
-    def depths(self, group_sizes: Sequence[int], first_blocks: Sequence[int]) -> Sequence[int]:
-        """Return the token position of each block's end, group after group."""
-        runs = [
-            range((first + 1) * tokens, (first + size + 1) * tokens, tokens)
-            for size, first, tokens in zip(group_sizes, first_blocks, self.block_tokens, strict=True)
-        ]
-        return runs[0] if len(runs) == 1 else [depth for run in runs for depth in run]
 
     def _last_missing_end(
         self,

@@ -79,8 +79,10 @@ class SlotTable:
     def hold(self, slots: Sequence[int]) -> None:
         """Count one more user of each slot."""
         users = self._users
-        unused = [slot for slot in slots if not users[slot]]
+        unused = []
         for slot in slots:
+            if not users[slot]:
+                unused.append(slot)
             users[slot] += 1
         if unused:
             self.policy.pin(unused)

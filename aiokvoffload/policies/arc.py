@@ -15,20 +15,20 @@ from aiokvoffload.keys import OffloadKey
 from aiokvoffload.policies.base import Access
 from aiokvoffload.policies.ranking import RankedPolicy
 
-_T1, _T2 = 0, 1
+_T1, _T2, _DEMOTED = 0, 1, 2
 
 
 class ARCPolicy(RankedPolicy):
     """Evicts from T1 (used once) while it is above its target size, else from T2 (used again).
 
-    Hits in the ghost lists B1 and B2, the keys lately evicted from T1 and T2, move the target.
+    Hits in the ghost lists B1 and B2, the keys lately evicted from T1 and T2, move the target. Demoted slots are in
+    neither and leave before both.
     """
 
     def __init__(self, capacity: int) -> None:
-        super().__init__(capacity, line_count=2)
+        super().__init__(capacity, line_count=3, first_line=_DEMOTED)
         self._key_of: list[OffloadKey] = [OffloadKey(b"")] * capacity
         self._is_written = bytearray(capacity)
-        self._leaves_ghost = bytearray(capacity)
         self._ghosts: tuple[OrderedDict[OffloadKey, int], OrderedDict[OffloadKey, int]] = (OrderedDict(), OrderedDict())
         self._target = 0.0
 
@@ -43,22 +43,19 @@ class ARCPolicy(RankedPolicy):
         for slot, key in zip(slots, keys, strict=True):
             self._key_of[slot] = key
             self._is_written[slot] = 0
-            self._leaves_ghost[slot] = 1
             for ghosts in self._ghosts:
                 ghosts.pop(key, None)
 
     def touch(self, slots: Sequence[int], access: Access) -> None:
         """Move ready `slots` to T2; one still being written stays in T1, as most recent."""
         slots, access = self._ranks.select_older(slots, access)
-        target = [_T2 if self._is_written[slot] else self._line_of[slot] for slot in slots]
+        target = [_T2 if self._is_written[slot] else _T1 for slot in slots]
         for line in (_T1, _T2):
             chosen = [index for index, wanted in enumerate(target) if wanted == line]
             if len(chosen) == len(slots):
                 self._rerank(slots, access, line)
             elif chosen:
                 self._rerank([slots[index] for index in chosen], access.select(chosen), line)
-        for slot in slots:
-            self._leaves_ghost[slot] = 1
 
     def miss(self, keys: Sequence[OffloadKey], access: Access) -> None:
         """Learn from ghosts: one of B1 says that T1 was too small, one of B2 that it was too large.
@@ -80,21 +77,15 @@ class ARCPolicy(RankedPolicy):
         for slot in slots:
             self._is_written[slot] = 1
 
-    def demote(self, slots: Sequence[int]) -> None:
-        """Put slots first in their line; they leave no ghost."""
-        super().demote(slots)
-        for slot in slots:
-            self._leaves_ghost[slot] = 0
-
     def evict(self, count: int, protected: Collection[int] = ()) -> list[int] | None:
         """Drop the `count` slots that leave first, or none; their keys become ghosts."""
         victims = super().evict(count, protected)
         for slot in victims or ():
-            ghosts = self._ghosts[self._line_of[slot]]
-            if self._leaves_ghost[slot]:
+            if self._line_of[slot] != _DEMOTED:
+                ghosts = self._ghosts[self._line_of[slot]]
                 ghosts[self._key_of[slot]] = -1
-            if len(ghosts) > self.capacity:
-                ghosts.popitem(last=False)
+                if len(ghosts) > self.capacity:
+                    ghosts.popitem(last=False)
         return victims
 
     def clear(self) -> None:
@@ -105,12 +96,19 @@ class ARCPolicy(RankedPolicy):
         self._target = 0.0
 
     def _shares(self, count: int) -> Sequence[tuple[int, int]]:
-        """T1 down to its target, then T2, then what is left of T1."""
-        recent_evictable, frequent_evictable = map(len, self._lines)
+        """What was demoted, then T1 down to its target, then T2, then what is left of T1."""
+        recent_evictable, frequent_evictable, demoted_evictable = map(len, self._lines)
+        from_demoted = min(count, demoted_evictable)
+        count -= from_demoted
         above_target = max(0, self._line_sizes[_T1] - int(self._target) + 1)
         from_recent = min(count, recent_evictable, above_target)
         from_frequent = min(count - from_recent, frequent_evictable)
-        return (_T1, from_recent), (_T2, from_frequent), (_T1, count - from_recent - from_frequent)
+        return (
+            (_DEMOTED, from_demoted),
+            (_T1, from_recent),
+            (_T2, from_frequent),
+            (_T1, count - from_recent - from_frequent),
+        )
 
 
 def _renew(ghosts: OrderedDict[OffloadKey, int], key: OffloadKey, tick: int) -> None:

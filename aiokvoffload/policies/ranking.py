@@ -10,7 +10,7 @@ is ever scanned over. Batches are runs of neighbours as a rule, and a run costs 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.policies.base import Access, CachePolicy
@@ -162,12 +162,13 @@ class RankedSlots:
         return self._rank(leaf[0])
 
     def _shrink(self, index: int) -> None:
-        """Drop an empty leaf and join a small one with its successor, so that their number follows the slots."""
+        """Drop an empty leaf and join a small one with a small neighbour, so that their number follows the slots."""
         leaves = self._leaves
         if not leaves[index]:
             del leaves[index]
-        elif index + 1 < len(leaves) and len(leaves[index]) + len(leaves[index + 1]) < LEAF_SLOTS // 2:
-            leaves[index : index + 2] = [leaves[index] + leaves[index + 1]]
+        for first in (index, index - 1):
+            if 0 <= first < len(leaves) - 1 and len(leaves[first]) + len(leaves[first + 1]) < LEAF_SLOTS // 2:
+                leaves[first : first + 2] = [leaves[first] + leaves[first + 1]]
 
 
 class RankedPolicy(CachePolicy):
@@ -176,10 +177,12 @@ class RankedPolicy(CachePolicy):
     Args:
         capacity: Number of slots.
         line_count: Number of lines; a slot enters line 0.
+        first_line: The line that demoted slots move to.
     """
 
-    def __init__(self, capacity: int, line_count: int = 1) -> None:
+    def __init__(self, capacity: int, line_count: int = 1, first_line: int = 0) -> None:
         super().__init__(capacity)
+        self._first_line = first_line
         self._ranks = Ranks(capacity)
         self._lines = [RankedSlots(self._ranks) for _ in range(line_count)]
         self._line_sizes = [0] * line_count
@@ -213,11 +216,8 @@ class RankedPolicy(CachePolicy):
             self._is_evictable[slot] = 1
 
     def demote(self, slots: Sequence[int]) -> None:
-        """Put slots first in their line."""
-        evictable = self._evictable_among(slots)
-        self.pin(evictable)
-        self._ranks.assign_first(slots)
-        self.unpin(evictable)
+        """Put slots first in the line that is emptied first."""
+        self._move(slots, self._first_line, self._ranks.assign_first)
 
     def coldest(self, count: int) -> list[int]:
         """Return up to `count` slots, first to leave first."""
@@ -262,9 +262,13 @@ class RankedPolicy(CachePolicy):
 
     def _rerank(self, slots: Sequence[int], access: Access, line: int = 0) -> None:
         """Move resident slots to a line, at the rank of `access`."""
+        self._move(slots, line, lambda slots: self._ranks.assign(slots, access))
+
+    def _move(self, slots: Sequence[int], line: int, assign: Callable[[Sequence[int]], None]) -> None:
+        """Move resident slots to a line, at the rank that `assign` gives them."""
         evictable = self._evictable_among(slots)
         self.pin(evictable)
-        self._ranks.assign(slots, access)
+        assign(slots)
         for slot in slots:
             self._line_sizes[self._line_of[slot]] -= 1
             self._line_of[slot] = line

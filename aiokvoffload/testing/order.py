@@ -121,7 +121,6 @@ class OrderChecker(SimulatedDevice):
             InvalidRequestError: The name is taken, or the sizes make no rows.
         """
         self._regions.add(name, address, row_count, row_bytes, cell_bytes or row_bytes, row_stride_bytes or row_bytes)
-        self._grow_tables()
 
     def host_access(self, reads: Accesses = (), writes: Accesses = (), *, label: str = "host access") -> None:
         """Note that host code reads or writes whole rows now.
@@ -247,14 +246,9 @@ class OrderChecker(SimulatedDevice):
             self._capacity *= 2
             for owner in self._owners:
                 owner.grow(self._capacity)
-            self._grow_tables()
         owner = Owner(name, len(self._owners), self._capacity)
         self._owners.append(owner)
         return owner
-
-    def _grow_tables(self) -> None:
-        for table in (self._reads, self._writes):
-            table.grow(self._regions.cell_count, self._capacity)
 
     def _note(
         self,
@@ -265,6 +259,8 @@ class OrderChecker(SimulatedDevice):
         written_cells: NDArray[np.int64],
     ) -> None:
         self.access_count += len(read_cells) + len(written_cells)
+        for table in (self._reads, self._writes):
+            table.grow(self._regions.cell_count, self._capacity)
         if len(read_cells):
             self._report_cells("read-too-early", owner, time, self._writes.unordered(read_cells, clock))
         if len(written_cells):

@@ -49,7 +49,9 @@ class AccessTable:
         self.times: NDArray[np.int32] = np.zeros((0, 0), np.int32)
 
     def grow(self, cell_count: int, owner_count: int) -> None:
-        """Make room."""
+        """Make room, if there is not as much already."""
+        if self.times.shape == (cell_count, owner_count):
+            return
         grown = np.zeros((cell_count, owner_count), np.int32)
         grown[: self.times.shape[0], : self.times.shape[1]] = self.times
         self.times = grown

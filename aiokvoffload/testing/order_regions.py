@@ -86,9 +86,9 @@ class _Shelf:
             first = first_row * per_row + np.where(in_row < row_bytes, in_row // cell_bytes, per_row)
             last_row, in_row = np.divmod(high, stride)
             last = last_row * per_row + np.minimum(in_row // cell_bytes, per_row - 1)
-            counts = np.where(low <= high, last - first + 1, 0)
-            touched = counts > 0
-            found.append(_expand(first[touched] + self.first_cells[index[touched]], counts[touched]))
+            touched = (low <= high) & (first <= last)
+            first_cells = first[touched] + self.first_cells[index[touched]]
+            found.append(_expand(first_cells, (last - first + 1)[touched]))
             covered_bytes[which[touched]] += (high - low + 1)[touched]
             goes_on = ends > region_ends
             starts, ends, which = region_ends[goes_on], ends[goes_on], which[goes_on]

@@ -77,6 +77,11 @@ class Poller:
             self._ring = lambda: _ignoring(RuntimeError, lambda: loop.call_soon_threadsafe(self.wake))
             self._task = loop.create_task(self._run(), name="aiokvoffload poller")
 
+    @property
+    def is_running(self) -> bool:
+        """Started, and neither stopped nor cancelled by the end of its event loop."""
+        return not self._finished.is_set()
+
     def wake(self) -> None:
         """Let the poller poll soon; from the event loop's thread."""
         self._wake_up.set()

@@ -172,6 +172,10 @@ class OffloadingWorker:
         for transfer in queued:
             self.withdraw(transfer)
 
+    def expire_all(self) -> None:
+        """Make everything overdue that has been sent and has not landed."""
+        self._expire_sent_before(self._clock.now())
+
     def _under_way(self) -> list[Transfer]:
         return [transfer for sent in self._sent.values() for transfer in sent] + self._joiners
 
@@ -309,9 +313,11 @@ class OffloadingWorker:
         transfer.on_over()
 
     def _expire(self) -> None:
-        bound = self._clock.now() - self._landing_seconds
+        self._expire_sent_before(self._clock.now() - self._landing_seconds)
+
+    def _expire_sent_before(self, time: float) -> None:
         for transfer in self._under_way():
-            if transfer.sent_at <= bound and not transfer.is_overdue:
+            if transfer.sent_at <= time and not transfer.is_overdue:
                 transfer.is_overdue = True
                 transfer.on_overdue()
 

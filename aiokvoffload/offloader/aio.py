@@ -1,0 +1,174 @@
+"""The async front door."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+from anyio.lowlevel import checkpoint_if_cancelled
+
+from aiokvoffload.errors import BlocksInFlightError, ClosedError, StateError
+from aiokvoffload.keys import OffloadKey
+from aiokvoffload.offloader.handles import TransferHandle
+from aiokvoffload.offloader.machine import After, OffloaderMachine, Parts
+from aiokvoffload.offloader.subscriptions import DEFAULT_EVENT_BUFFER, EventStream
+from aiokvoffload.specs import LookupResult, ReqContext, StoreOutcome, TransferResult
+from aiokvoffload.transfers.poller import Poller, PollStep
+
+
+class Offloader(OffloaderMachine):
+    """Stores GPU blocks in CPU memory and brings them back; lives in one event loop, asyncio or trio.
+
+    An `await store(...)` or `await load(...)` ends, also by cancellation or error, only when no copy touches its
+    GPU blocks any more: copies that are not sent are taken back, sent ones are waited for, at most
+    `Deadlines.landing_seconds`. Made by `open_offloader`.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self._is_closing = False
+        self._poller = Poller(
+            self._step_for_poller, lambda: self.drain(self.deadlines.landing_seconds), parts.device, parts.clock
+        )
+        self._poller.start()
+
+    @property
+    def poll_count(self) -> int:
+        """How often the background task has polled."""
+        return self._poller.poll_count
+
+    async def lookup_prefix(self, keys: Sequence[OffloadKey], ctx: ReqContext | None = None) -> int:
+        """Return how many tokens of the prefix could be loaded now; pins nothing, so it is a hint."""
+        await checkpoint_if_cancelled()
+        self._check()
+        if self._fault is not None:
+            return 0
+        return self.manager.lookup_prefix_nowait(keys, ctx, group_sizes=self.shapes.group_sizes(keys))
+
+    async def load(
+        self,
+        keys: Sequence[OffloadKey],
+        gpu_blocks: Sequence[int],
+        ctx: ReqContext | None = None,
+        *,
+        timeout_seconds: float | None = None,
+        after: After = None,
+    ) -> int:
+        """Load the longest prefix and return how many tokens of it have arrived; 0 for a miss or a failure.
+
+        After a failed load the contents of all of `gpu_blocks` are undefined.
+
+        Args:
+            keys: All blocks of the request from its start, KV group after group.
+            gpu_blocks: `block_size_factor` GPU blocks for each key, in the same order; those of blocks that are
+                not loaded stay as they are.
+            ctx: The request.
+            timeout_seconds: How long to wait for blocks that are still being written; by default
+                `Deadlines.pending_seconds`.
+            after: What the copies wait for instead of the compute stream.
+
+        Raises:
+            InvalidRequestError: Keys and GPU blocks do not fit.
+            BlocksInFlightError: A copy has not landed by its deadline.
+        """
+        await checkpoint_if_cancelled()
+        blocks = self.shapes.check_blocks(gpu_blocks, len(keys) * self.block_size_factor)
+        with self.prepare_load(keys, ctx) as ticket:
+            if await ticket.ready(timeout_seconds=timeout_seconds) is LookupResult.MISS:
+                return 0
+            handle = ticket.start(ticket.choose(blocks), after=after)
+        return (await self._finish(handle)).token_count
+
+    async def store(
+        self,
+        keys: Sequence[OffloadKey],
+        gpu_blocks: Sequence[int],
+        ctx: ReqContext | None = None,
+        *,
+        filtered: bool = True,
+        first_block: int = 0,
+        after: After = None,
+    ) -> tuple[StoreOutcome, ...]:
+        """Store GPU blocks and return what became of each; lack of room and a failed copy are outcomes, not errors.
+
+        Arguments as in `store_soon`.
+
+        Raises:
+            InvalidRequestError: Keys and GPU blocks do not fit.
+            BlocksInFlightError: A copy has not landed by its deadline.
+        """
+        await checkpoint_if_cancelled()
+        handle = self.store_soon(keys, gpu_blocks, ctx, filtered=filtered, first_block=first_block, after=after)
+        await self._finish(handle)
+        return handle.outcomes
+
+    def events(self, *, buffer_size: int = DEFAULT_EVENT_BUFFER) -> EventStream:
+        """Return an async iterator over what is stored, removed and cleared from now on."""
+        self._check()
+        return self._parts.hub.subscribe(buffer_size)
+
+    async def reset(self) -> None:
+        """See `reset_nowait`."""
+        self.reset_nowait()
+
+    async def bump_epoch(self) -> None:
+        """See `bump_epoch_nowait`."""
+        self.bump_epoch_nowait()
+
+    async def aclose(self, *, drain_seconds: float | None = None) -> None:
+        """Refuse new calls, wait for what is under way, and close; idempotent.
+
+        A cancelled close waits all the same, bounded by `drain_seconds`, and is then cancelled.
+
+        Args:
+            drain_seconds: By default `Deadlines.drain_seconds`. What is queued is still sent within that time.
+
+        Raises:
+            BlocksInFlightError: Copies are under way even so; their memory stays mapped until they land.
+        """
+        self._owner.check_thread()
+        if self._is_closing:
+            return
+        self._is_closing = True
+        seconds = self.deadlines.drain_seconds if drain_seconds is None else drain_seconds
+        try:
+            if self._poller.is_running:
+                await self._end_watchers.wait_out(self._is_at_rest, self.clock, self.clock.now() + seconds)
+        finally:
+            self.drain(0.0)
+            await self._poller.stop()
+            stuck = self.gpu_blocks_in_flight()
+            self.close_parts()
+        if stuck:
+            raise BlocksInFlightError(stuck, seconds)
+
+    def _check(self) -> None:
+        super()._check()
+        if self._is_closing:
+            raise ClosedError("this offloader is being closed; open a new one")
+        if not self._poller.is_running:
+            raise StateError("the event loop this offloader was opened in has ended; open a new one in this one")
+
+    def _launch(self, *args: Any, **kwargs: Any) -> None:
+        super()._launch(*args, **kwargs)
+        self._poller.wake()
+
+    def _is_at_rest(self) -> bool:
+        return not self._worker.sent_count and not self._worker.queued_count
+
+    def _step_for_poller(self) -> PollStep:
+        step = self.step()
+        self._ended.clear()
+        return step
+
+    async def _finish(self, handle: TransferHandle) -> TransferResult:
+        """Wait until a handle's blocks are idle; a cancelled waiter takes back what it can and waits for the rest."""
+        try:
+            return await handle
+        except anyio.get_cancelled_exc_class():
+            handle.cancel()
+            await handle.wait_out()
+            if not handle.is_idle:
+                raise BlocksInFlightError(handle.gpu_blocks, self.deadlines.landing_seconds) from None
+            raise

@@ -1,0 +1,429 @@
+"""The synchronous heart of an offloader: it joins manager, worker and handles, and moves on with `poll()`.
+
+Nothing in here waits, except `block_until` and `drain`, which hosts without an event loop and a dying event loop
+use. The async offloader awaits this machine, the synchronous one polls it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiokvoffload.clock import Clock
+from aiokvoffload.devices.base import Device, Direction, Event, Stream
+from aiokvoffload.errors import StateError
+from aiokvoffload.keys import (
+    CacheIdentity,
+    OffloadKey,
+    block_hashes,
+    offload_keys,
+    root_hash,
+)
+from aiokvoffload.managers.base import ManagerStatistics, OffloadingManager
+from aiokvoffload.memory.base import HostMemory
+from aiokvoffload.offloader.deadlines import Deadlines
+from aiokvoffload.offloader.handles import TransferHandle
+from aiokvoffload.offloader.shapes import BlockShapes
+from aiokvoffload.offloader.subscriptions import EventHub
+from aiokvoffload.offloader.tickets import LoadTicket
+from aiokvoffload.offloader.waiting import Watchers
+from aiokvoffload.ownership import Owner
+from aiokvoffload.specs import (
+    Completion,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    PrepareLoadOutput,
+    PrepareStoreOutput,
+    ReqContext,
+    StoreOutcome,
+)
+from aiokvoffload.transfers.base import Transfer
+from aiokvoffload.transfers.pointers import SlotLayout
+from aiokvoffload.transfers.poller import PollStep
+from aiokvoffload.transfers.worker import OffloadingWorker
+
+_logger = logging.getLogger(__name__)
+_PAUSE_SECONDS = 0.001
+
+
+class AlreadyDone(Enum):
+    """Says that a transfer has to wait for nothing."""
+
+    ALREADY_DONE = "already done"
+
+
+ALREADY_DONE = AlreadyDone.ALREADY_DONE
+After = Stream | Event | AlreadyDone | object | None
+"""What the copies wait for: a stream (all that is on it now), an event, nothing, or by default the compute stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class OffloaderStatistics:
+    """What an offloader has done and is doing.
+
+    Attributes:
+        manager: Where the slots are.
+        queued_transfers: Not sent yet.
+        sent_transfers: Sent and not landed.
+        in_flight_bytes: Bytes sent and not landed.
+        stored_bytes: Bytes landed in CPU memory.
+        loaded_bytes: Bytes landed in GPU memory.
+        store_seconds: Device time of the stores.
+        load_seconds: Device time of the loads.
+        joined_blocks: GPU blocks whose load joined a copy under way.
+        fault: Why everything is now a miss and a refusal; None while all is well.
+    """
+
+    manager: ManagerStatistics
+    queued_transfers: int
+    sent_transfers: int
+    in_flight_bytes: int
+    stored_bytes: int
+    loaded_bytes: int
+    store_seconds: float
+    load_seconds: float
+    joined_blocks: int
+    fault: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What an offloader is made of; see `open_parts`."""
+
+    layout: SlotLayout
+    memory: HostMemory
+    device: Device
+    is_own_device: bool
+    manager: OffloadingManager
+    worker: OffloadingWorker
+    identity: CacheIdentity
+    compute_stream: Stream | None
+    clock: Clock
+    deadlines: Deadlines
+    hub: EventHub = field(default_factory=EventHub)
+
+
+class OffloaderMachine:
+    """Stores and loads GPU blocks by key; one thread owns it.
+
+    Args:
+        parts: What it is made of, and closes in the end.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.manager = parts.manager
+        self.clock = parts.clock
+        self.deadlines = parts.deadlines
+        self._parts = parts
+        self._identity = parts.identity
+        self.shapes = BlockShapes(parts.layout)
+        self._layout = parts.layout
+        self._worker = parts.worker
+        self._device = parts.device
+        self._owner = Owner("offloader")
+        self._owner.check_thread()
+        self._fault: str | None = None
+        self._ended: list[TransferHandle] = []
+        self._end_watchers = Watchers()
+
+    # Keys
+
+    @property
+    def identity(self) -> CacheIdentity:
+        """What must agree for blocks to be shared, of the present epoch."""
+        return self._identity
+
+    @property
+    def block_count(self) -> int:
+        """Slots of CPU memory."""
+        return self._parts.memory.slot_count
+
+    @property
+    def block_size_factor(self) -> int:
+        """GPU blocks per offloaded block."""
+        return self._layout.block_size_factor
+
+    def root(self, *, adapter: str = "", salt: str = "") -> bytes:
+        """Return the start of a request's hash chain, of the present epoch."""
+        return root_hash(self._identity, adapter=adapter, salt=salt)
+
+    def keys(
+        self, token_ids: Sequence[int] | NDArray[np.integer], *, adapter: str = "", salt: str = ""
+    ) -> list[OffloadKey]:
+        """Return the keys of all full offloaded blocks of a request, KV group after group.
+
+        Args:
+            token_ids: From the start of the request.
+            adapter: The adapter that shapes the KV, if any.
+            salt: Whatever else must keep requests apart.
+        """
+        root = self.root(adapter=adapter, salt=salt)
+        found: list[OffloadKey] = []
+        for index, group in enumerate(self._layout.kv_caches.groups):
+            hashes = block_hashes(root, token_ids, group.block_tokens)
+            found += offload_keys(hashes, block_size_factor=self.block_size_factor, group_index=index)
+        return found
+
+    # Storing
+
+    def store_soon(
+        self,
+        keys: Sequence[OffloadKey],
+        gpu_blocks: Sequence[int],
+        ctx: ReqContext | None = None,
+        *,
+        filtered: bool = True,
+        first_block: int = 0,
+        after: After = None,
+    ) -> TransferHandle:
+        """Start to store GPU blocks and return at once; of what does not fit, the leading part is taken.
+
+        Args:
+            keys: One for each offloaded block, KV group after group.
+            gpu_blocks: `block_size_factor` GPU blocks for each key, in the same order.
+            ctx: The request.
+            filtered: Whether blocks that are not reused may be left out; False for blocks that must be kept.
+            first_block: Position of the first key within the request, in offloaded blocks.
+            after: What the copies wait for instead of the compute stream.
+
+        Raises:
+            InvalidRequestError: Keys and GPU blocks do not fit; nothing was stored.
+        """
+        self._check()
+        sizes = self.shapes.group_sizes(keys)
+        blocks = self.shapes.check_blocks(gpu_blocks, len(keys) * self.block_size_factor)
+        if self._fault is not None:
+            return TransferHandle(self, outcomes=(StoreOutcome.REFUSED,) * len(keys)).finish_empty()
+        ticket = self.manager.prepare_store_nowait(
+            keys,
+            ctx,
+            when_full="leading",
+            depths=self.shapes.depths(sizes, first_block),
+            filtered=filtered,
+        )
+        outcomes = ticket.outcomes(keys)
+        if not ticket.slots:
+            self.manager.complete_store_nowait(ticket)
+            return TransferHandle(self, outcomes=outcomes).finish_empty()
+        stored, counts = self.shapes.blocks_to_store(keys, blocks, ticket.keys_to_store)
+        gpu_spec = GPULoadStoreSpec(stored, counts, [0] * len(counts))
+        handle = TransferHandle(self, stored, outcomes)
+        self._launch(handle, Direction.STORE, gpu_spec, ticket, after)
+        return handle
+
+    # Loading
+
+    def prepare_load(
+        self, keys: Sequence[OffloadKey], ctx: ReqContext | None = None, *, resident_tokens: int = 0
+    ) -> LoadTicket:
+        """Match the longest prefix and pin it, before GPU blocks are allocated; counts the request's access.
+
+        Args:
+            keys: All blocks of the request from its start, KV group after group.
+            ctx: The request.
+            resident_tokens: Tokens from the start that the GPU holds already, in whole GPU blocks.
+
+        Raises:
+            InvalidRequestError: The keys are not of this cache, or `resident_tokens` is no whole number of blocks.
+        """
+        self._check()
+        sizes = self.shapes.group_sizes(keys)
+        self.shapes.check_resident_tokens(resident_tokens)
+        if self._fault is not None:
+            ticket = PrepareLoadOutput(self.manager, self.manager.epoch, 0)
+            return LoadTicket(self, ticket, sizes, resident_tokens)
+        self.manager.touch(keys, ctx, depths=self.shapes.depths(sizes))
+        ticket = self.manager.prepare_load_nowait(
+            keys, ctx, take="leading", group_sizes=sizes, resident_tokens=resident_tokens
+        )
+        return LoadTicket(self, ticket, sizes, resident_tokens)
+
+    def launch_load(
+        self,
+        ticket: PrepareLoadOutput,
+        group_sizes: Sequence[int],
+        block_indices: Sequence[int],
+        gpu_blocks: Sequence[int],
+        after: After,
+        token_count: int,
+    ) -> TransferHandle:
+        """Start to load what a settled ticket has pinned; for `LoadTicket.start`."""
+        self._check()
+        blocks = self.shapes.check_blocks(gpu_blocks, sum(group_sizes))
+        self.shapes.check_distinct(blocks, group_sizes)
+        if not ticket.slots:
+            self.manager.complete_load_nowait(ticket)
+            return TransferHandle(self).finish_empty()
+        gpu_spec = GPULoadStoreSpec(blocks, group_sizes, block_indices)
+        handle = TransferHandle(self, blocks, token_count=token_count)
+        self._launch(handle, Direction.LOAD, gpu_spec, ticket, after)
+        return handle
+
+    # Moving on
+
+    def poll(self) -> list[TransferHandle]:
+        """Commit what has landed, send what is queued, and return the handles that ended since the last poll."""
+        self._owner.check_thread()
+        self.step()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def step(self) -> PollStep:
+        """Poll once and say when to poll next; never raises."""
+        try:
+            self._worker.poll()
+        except Exception as exc:  # noqa: BLE001  logged, and told by statistics()
+            self._note_fault(exc)
+        return PollStep(bool(self._ended), self._worker.seconds_to_landing(), self._worker.seconds_to_deadline())
+
+    def block_until(self, is_over: Callable[[], bool], timeout_seconds: float) -> None:
+        """Poll, blocking the thread in between, until `is_over` or the timeout."""
+        self._owner.check_thread()
+        deadline = self.clock.now() + timeout_seconds
+        self.step()
+        while not is_over() and (left := deadline - self.clock.now()) > 0:
+            before = self.clock.now()
+            self._synchronize(min(left, self._worker.seconds_to_deadline() or left))
+            self.step()
+            if self.clock.now() == before and not is_over():
+                self.clock.pause(min(left, _PAUSE_SECONDS))
+
+    def drain(self, timeout_seconds: float) -> None:
+        """Take back what is not sent, and block the thread until the rest has landed or the time is up.
+
+        What is still under way then is overdue.
+        """
+        self._worker.withdraw_all()
+        deadline = self.clock.now() + timeout_seconds
+        while self._worker.sent_count and (left := deadline - self.clock.now()) > 0:
+            is_done = self._synchronize(left)
+            self.step()
+            if not is_done:
+                break
+        self._worker.expire_all()
+
+    def fence(self, transfer: Transfer) -> None:
+        """Let the compute stream wait for a sent transfer; for `TransferHandle.fence`."""
+        stream = self._parts.compute_stream
+        if stream is None:
+            raise StateError("no compute stream was named when the offloader was opened; await the handle instead")
+        for event in transfer.end_events():
+            self._device.wait_event(stream, event)
+
+    def withdraw(self, transfer: Transfer) -> bool:
+        """Take back a transfer that is not sent; for `TransferHandle.cancel`."""
+        self._owner.check_thread()
+        return self._worker.withdraw(transfer)
+
+    def note_end(self, handle: TransferHandle) -> None:
+        """Remember a handle that has ended; for `TransferHandle`."""
+        self._ended.append(handle)
+        self._end_watchers.notify()
+
+    # The whole
+
+    def reset_nowait(self) -> None:
+        """Forget all blocks in CPU memory: stores under way will not count, loads under way finish."""
+        self._check()
+        self.manager.reset_nowait()
+
+    def bump_epoch_nowait(self) -> None:
+        """Forget all blocks after a weight update: loads under way fail, older requests miss and are refused."""
+        self._check()
+        self.manager.bump_epoch_nowait()
+        self._identity = self._identity.next_epoch()
+
+    def statistics(self) -> OffloaderStatistics:
+        """Return the counts of this moment."""
+        worker = self._worker
+        return OffloaderStatistics(
+            manager=self.manager.statistics(),
+            queued_transfers=worker.queued_count,
+            sent_transfers=worker.sent_count,
+            in_flight_bytes=worker.in_flight_bytes,
+            stored_bytes=worker.byte_count[Direction.STORE],
+            loaded_bytes=worker.byte_count[Direction.LOAD],
+            store_seconds=worker.busy_seconds[Direction.STORE],
+            load_seconds=worker.busy_seconds[Direction.LOAD],
+            joined_blocks=worker.joined_block_count,
+            fault=self._fault,
+        )
+
+    def close_parts(self) -> None:
+        """Close everything, once nothing more can be waited for; idempotent.
+
+        Memory that a stuck copy may still touch stays mapped until that copy lets go of it.
+        """
+        if self._owner.is_closed:
+            return
+        self._owner.is_closed = True
+        self.manager.close_nowait()
+        self._parts.hub.close()
+        if not self._worker.sent_count:
+            self._parts.memory.close()
+        if self._parts.is_own_device:
+            self._device.close()
+
+    def gpu_blocks_in_flight(self) -> frozenset[int]:
+        """Return the GPU blocks of all transfers that were sent and have not landed."""
+        return frozenset(
+            block for transfer in self._worker.under_way() for block in transfer.gpu_spec.block_ids.tolist()
+        )
+
+    def _check(self) -> None:
+        self._owner.check()
+
+    def _launch(
+        self,
+        handle: TransferHandle,
+        direction: Direction,
+        gpu_spec: GPULoadStoreSpec,
+        ticket: PrepareStoreOutput | PrepareLoadOutput,
+        after: After,
+    ) -> None:
+        """Hand a transfer to the worker; if that fails, the ticket is closed."""
+
+        def close(success: bool) -> bool:
+            try:
+                if isinstance(ticket, PrepareStoreOutput):
+                    return self.manager.complete_store_nowait(ticket, success) is Completion.APPLIED
+                return self.manager.complete_load_nowait(ticket) is Completion.APPLIED
+            except Exception as exc:  # noqa: BLE001  logged, and told by statistics()
+                self._note_fault(exc)
+                return False
+
+        lease = ticket.lease()
+        try:
+            event = self._event_for(after)
+            cpu_spec = CPULoadStoreSpec(ticket.slots)
+            self._worker.submit(handle.launch(direction, gpu_spec, cpu_spec, event, lease, close))
+        except BaseException:
+            close(False)
+            lease.release()
+            raise
+
+    def _event_for(self, after: After) -> Event | None:
+        """Return what a transfer that is asked for now must wait for."""
+        if after is None:
+            after = self._parts.compute_stream
+        if after is None or after is ALREADY_DONE:
+            return None
+        if isinstance(after, Event):
+            return after
+        return self._device.record(self._device.adopt_stream(after))
+
+    def _synchronize(self, timeout_seconds: float) -> bool:
+        """Block until the oldest transfer under way is over; False at the timeout or if there is none."""
+        under_way = self._worker.under_way()
+        events = under_way[0].end_events() if under_way else []
+        return bool(events) and all(self._device.synchronize(event, timeout_seconds) for event in events)
+
+    def _note_fault(self, exc: Exception) -> None:
+        _logger.error("a fault inside the offloader; from now on it misses and refuses", exc_info=exc)
+        if self._fault is None:
+            self._fault = f"{type(exc).__name__}: {exc}"

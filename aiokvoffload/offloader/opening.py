@@ -1,0 +1,232 @@
+"""Builds an offloader from plain arguments, and closes it again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from aiokvoffload.clock import Clock, SystemClock
+from aiokvoffload.devices.base import DEVICES, Device, Direction
+from aiokvoffload.errors import BlocksInFlightError, ConfigurationError, StateError
+from aiokvoffload.keys import CacheIdentity
+from aiokvoffload.kv_caches import CanonicalKVCaches
+from aiokvoffload.managers.base import OffloadingManager
+from aiokvoffload.managers.cpu import CPUOffloadingManager
+from aiokvoffload.managers.reuse import FilterReusedOffloadingManager
+from aiokvoffload.memory.pinned import PinnedMemory
+from aiokvoffload.offloader.aio import Offloader
+from aiokvoffload.offloader.deadlines import Deadlines
+from aiokvoffload.offloader.machine import Parts
+from aiokvoffload.offloader.subscriptions import EventHub
+from aiokvoffload.offloader.sync import SyncOffloader
+from aiokvoffload.policies.base import CachePolicy
+from aiokvoffload.transfers.device_host import SingleDirectionOffloadingHandler
+from aiokvoffload.transfers.pointers import SlotLayout
+from aiokvoffload.transfers.worker import OffloadingWorker
+
+if TYPE_CHECKING:
+    import torch
+
+_logger = logging.getLogger(__name__)
+_DEVICE_OF_TENSORS = {"cpu": "host"}
+
+
+class OffloaderContext:
+    """Opens an offloader on entry and closes it on exit: `async with` the async one, `with` the synchronous one.
+
+    On asyncio it may be entered in one task and left in another, as test fixtures are.
+    """
+
+    def __init__(self, make_parts: Callable[[], Parts]) -> None:
+        self._make_parts: Callable[[], Parts] | None = make_parts
+        self._offloader: Offloader | None = None
+        self._sync_offloader: SyncOffloader | None = None
+
+    async def __aenter__(self) -> Offloader:
+        """Open in the running event loop.
+
+        Raises:
+            StateError: It was entered before.
+        """
+        self._offloader = Offloader(self._parts())
+        return self._offloader
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close; an error of the body is never replaced.
+
+        Raises:
+            BlocksInFlightError: Copies are still under way.
+        """
+        if self._offloader is not None:
+            try:
+                await self._offloader.aclose()
+            except BlocksInFlightError as exc:
+                _raise_unless(error, exc)
+
+    def __enter__(self) -> SyncOffloader:
+        """Open for the calling thread.
+
+        Raises:
+            StateError: It was entered before.
+        """
+        self._sync_offloader = SyncOffloader(self._parts())
+        return self._sync_offloader
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close; an error of the body is never replaced.
+
+        Raises:
+            BlocksInFlightError: Copies are still under way.
+        """
+        if self._sync_offloader is not None:
+            try:
+                self._sync_offloader.close()
+            except BlocksInFlightError as exc:
+                _raise_unless(error, exc)
+
+    def _parts(self) -> Parts:
+        if self._make_parts is None:
+            raise StateError("this offloader was opened before; call open_offloader() again")
+        make_parts, self._make_parts = self._make_parts, None
+        return make_parts()
+
+
+def open_offloader(
+    kv_caches: CanonicalKVCaches | Sequence[torch.Tensor] | Mapping[Any, torch.Tensor],
+    *,
+    cpu_bytes: int,
+    block_tokens: int = 16,
+    block_size_factor: int = 1,
+    identity: CacheIdentity | None = None,
+    policy: str | type[CachePolicy] | CachePolicy = "lru",
+    store_threshold: int = 0,
+    device: Device | str | None = None,
+    compute_stream: object | None = None,
+    deadlines: Deadlines | None = None,
+    clock: Clock | None = None,
+) -> OffloaderContext:
+    """Return a context manager that opens an offloader.
+
+    `async with open_offloader(...) as offloader` opens the async one in the running event loop, asyncio or trio;
+    `with` instead of `async with` opens a `SyncOffloader`.
+
+    Args:
+        kv_caches: The engine's blocks; plain tensors are one layer each, blocks first.
+        cpu_bytes: CPU memory to use.
+        block_tokens: Tokens of a GPU block, where `kv_caches` is plain tensors.
+        block_size_factor: GPU blocks per offloaded block.
+        identity: Model and revision; pages and block sizes are filled in from the caches.
+        policy: Name, class or instance of the eviction policy.
+        store_threshold: From 2 on, a block is stored only once that many requests have used it.
+        device: Name or instance; by default the one that the tensors are on. A given instance is not closed.
+        compute_stream: The engine's: transfers wait for what is on it when they are asked for, and `fence` holds it
+            back. Without one the engine's work counts as done when it calls, as it is on a CPU.
+        deadlines: How long anything may take.
+        clock: Where deadlines are read.
+
+    Raises:
+        ConfigurationError: On entry: a value cannot work, such as memory too small for one block.
+        LayoutError: On entry: the tensors cannot be viewed as blocks.
+    """
+    return OffloaderContext(
+        lambda: build_parts(
+            kv_caches
+            if isinstance(kv_caches, CanonicalKVCaches)
+            else CanonicalKVCaches.from_layers(kv_caches, block_tokens=block_tokens),
+            cpu_bytes=cpu_bytes,
+            block_size_factor=block_size_factor,
+            identity=identity or CacheIdentity(),
+            policy=policy,
+            store_threshold=store_threshold,
+            device=device,
+            compute_stream=compute_stream,
+            deadlines=deadlines or Deadlines(),
+            clock=clock or SystemClock(),
+        )
+    )
+
+
+def build_parts(
+    kv_caches: CanonicalKVCaches,
+    *,
+    cpu_bytes: int,
+    block_size_factor: int,
+    identity: CacheIdentity,
+    policy: str | type[CachePolicy] | CachePolicy,
+    store_threshold: int,
+    device: Device | str | None,
+    compute_stream: object | None,
+    deadlines: Deadlines,
+    clock: Clock,
+) -> Parts:
+    """Build what an offloader is made of; arguments as in `open_offloader`."""
+    layout = SlotLayout(kv_caches, block_size_factor)
+    block_count = cpu_bytes // layout.slot_bytes
+    if block_count < 1:
+        raise ConfigurationError(
+            f"cpu_bytes is {cpu_bytes}, but one block of {block_size_factor} GPU blocks needs {layout.slot_bytes}"
+        )
+    hub = EventHub()
+    manager: OffloadingManager = CPUOffloadingManager(
+        block_count,
+        policy=policy,
+        groups=kv_caches.groups,
+        block_size_factor=block_size_factor,
+        event_sink=hub,
+        clock=clock,
+    )
+    if store_threshold >= 2:
+        manager = FilterReusedOffloadingManager(manager, store_threshold=store_threshold)
+    used_device = device if isinstance(device, Device) else _device_for(kv_caches, device)
+    memory = PinnedMemory(block_count, layout.slot_bytes, used_device)
+    return Parts(
+        layout=layout,
+        memory=memory,
+        device=used_device,
+        is_own_device=used_device is not device,
+        manager=manager,
+        worker=OffloadingWorker(
+            used_device,
+            layout,
+            {
+                direction: SingleDirectionOffloadingHandler(direction, layout, memory, used_device)
+                for direction in Direction
+            },
+            clock,
+            landing_seconds=deadlines.landing_seconds,
+        ),
+        identity=replace(
+            identity,
+            page_bytes=kv_caches.group_page_bytes,
+            block_tokens=tuple(group.block_tokens * block_size_factor for group in kv_caches.groups),
+        ),
+        compute_stream=None if compute_stream is None else used_device.adopt_stream(compute_stream),
+        clock=clock,
+        deadlines=deadlines,
+        hub=hub,
+    )
+
+
+def _device_for(kv_caches: CanonicalKVCaches, name: str | None) -> Device:
+    if name is None:
+        kind = kv_caches.device.type
+        name = _DEVICE_OF_TENSORS.get(kind)
+        if name is None:
+            raise ConfigurationError(
+                f"there is no device for tensors on {kind!r}; known: {', '.join(_DEVICE_OF_TENSORS)}; or pass device="
+            )
+    return DEVICES.resolve(name)()
+
+
+def _raise_unless(error: BaseException | None, exc: BlocksInFlightError) -> None:
+    """Raise `exc`, or only log it where the body of the context has an error of its own."""
+    if error is None:
+        raise exc
+    _logger.warning("closed after an error: %s", exc)

@@ -1,0 +1,72 @@
+"""Events of a manager, for tasks of the same process."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Self
+
+from aiokvoffload.events import OffloadingEvent
+from aiokvoffload.offloader.waiting import Watchers
+
+DEFAULT_EVENT_BUFFER = 4096
+
+
+class EventStream:
+    """An async iterator over events; one that is read too slowly loses the oldest.
+
+    A loss shows as a gap in the sequence numbers.
+    """
+
+    def __init__(self, hub: EventHub, buffer_size: int) -> None:
+        self._hub = hub
+        self._buffer: deque[OffloadingEvent] = deque(maxlen=buffer_size)
+        self._watchers = Watchers()
+        self._is_closed = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> OffloadingEvent:
+        """Wait for the next event.
+
+        Raises:
+            StopAsyncIteration: The offloader, or this stream, is closed and all events are read.
+        """
+        await self._watchers.wait_until(lambda: bool(self._buffer) or self._is_closed)
+        if not self._buffer:
+            raise StopAsyncIteration
+        return self._buffer.popleft()
+
+    def push(self, event: OffloadingEvent) -> None:
+        """Add an event; for the hub."""
+        self._buffer.append(event)
+        self._watchers.notify()
+
+    def close(self) -> None:
+        """End the stream after what is buffered."""
+        self._is_closed = True
+        self._hub.streams.discard(self)
+        self._watchers.notify()
+
+
+class EventHub:
+    """Hands every event to all streams; an `EventSink`."""
+
+    def __init__(self) -> None:
+        self.streams: set[EventStream] = set()
+
+    def __call__(self, event: OffloadingEvent) -> None:
+        """Take an event."""
+        for stream in self.streams:
+            stream.push(event)
+
+    def subscribe(self, buffer_size: int) -> EventStream:
+        """Return a stream of the events from now on."""
+        stream = EventStream(self, buffer_size)
+        self.streams.add(stream)
+        return stream
+
+    def close(self) -> None:
+        """End all streams."""
+        for stream in list(self.streams):
+            stream.close()

@@ -1,0 +1,91 @@
+"""The front door for hosts without an event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aiokvoffload.errors import BlocksInFlightError
+from aiokvoffload.keys import OffloadKey
+from aiokvoffload.offloader.machine import After, OffloaderMachine
+from aiokvoffload.specs import LookupResult, ReqContext, StoreOutcome
+
+
+class SyncOffloader(OffloaderMachine):
+    """Stores GPU blocks in CPU memory and brings them back, for a host that calls `poll()` in each of its steps.
+
+    The same plain calls as the async offloader, from one owning thread; `load` and `store` block. Made by
+    `with open_offloader(...) as offloader`.
+    """
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], ctx: ReqContext | None = None) -> int:
+        """Return how many tokens of the prefix could be loaded now; pins nothing, so it is a hint."""
+        self._check()
+        if self._fault is not None:
+            return 0
+        return self.manager.lookup_prefix_nowait(keys, ctx, group_sizes=self.shapes.group_sizes(keys))
+
+    def load(
+        self,
+        keys: Sequence[OffloadKey],
+        gpu_blocks: Sequence[int],
+        ctx: ReqContext | None = None,
+        *,
+        timeout_seconds: float | None = None,
+        after: After = None,
+    ) -> int:
+        """Load the longest prefix, blocking, and return how many tokens of it have arrived.
+
+        Arguments as in `Offloader.load`.
+
+        Raises:
+            InvalidRequestError: Keys and GPU blocks do not fit.
+            BlocksInFlightError: A copy has not landed by its deadline.
+        """
+        self._check()
+        blocks = self.shapes.check_blocks(gpu_blocks, len(keys) * self.block_size_factor)
+        seconds = self.deadlines.pending_seconds if timeout_seconds is None else timeout_seconds
+        with self.prepare_load(keys, ctx) as ticket:
+            self.block_until(lambda: ticket.result is not LookupResult.PENDING, seconds)
+            ticket.settle()
+            if ticket.result is LookupResult.MISS:
+                return 0
+            handle = ticket.start(ticket.choose(blocks), after=after)
+        return handle.wait(timeout_seconds=self.deadlines.landing_seconds).token_count
+
+    def store(
+        self,
+        keys: Sequence[OffloadKey],
+        gpu_blocks: Sequence[int],
+        ctx: ReqContext | None = None,
+        *,
+        filtered: bool = True,
+        first_block: int = 0,
+        after: After = None,
+    ) -> tuple[StoreOutcome, ...]:
+        """Store GPU blocks, blocking, and return what became of each.
+
+        Arguments as in `store_soon`.
+
+        Raises:
+            InvalidRequestError: Keys and GPU blocks do not fit.
+            BlocksInFlightError: A copy has not landed by its deadline.
+        """
+        handle = self.store_soon(keys, gpu_blocks, ctx, filtered=filtered, first_block=first_block, after=after)
+        handle.wait(timeout_seconds=self.deadlines.landing_seconds)
+        return handle.outcomes
+
+    def close(self, *, drain_seconds: float | None = None) -> None:
+        """Wait, blocking, for what is under way, and close; idempotent.
+
+        Raises:
+            BlocksInFlightError: Copies are under way even so; their memory stays mapped until they land.
+        """
+        if self._owner.is_closed:
+            return
+        self._owner.check_thread()
+        seconds = self.deadlines.drain_seconds if drain_seconds is None else drain_seconds
+        self.drain(seconds)
+        stuck = self.gpu_blocks_in_flight()
+        self.close_parts()
+        if stuck:
+            raise BlocksInFlightError(stuck, seconds)
