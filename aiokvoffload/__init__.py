@@ -50,50 +50,64 @@ if TYPE_CHECKING:
         TransferResult,
     )
 
-_HOME_OF = {
-    "ALREADY_DONE": "offloader",
-    "BlocksInFlightError": "errors",
-    "CPULoadStoreSpec": "specs",
-    "CPUOffloadingManager": "managers.cpu",
-    "CacheIdentity": "keys",
-    "CanonicalKVCaches": "kv_caches",
-    "Clock": "clock",
-    "ClosedError": "errors",
-    "Completion": "specs",
-    "ConfigurationError": "errors",
-    "Deadlines": "offloader",
-    "DeviceError": "errors",
-    "EventKind": "events",
-    "FilterReusedOffloadingManager": "managers.reuse",
-    "GPULoadStoreSpec": "specs",
-    "InvalidRequestError": "errors",
-    "KVGroup": "kv_caches",
-    "LayoutError": "errors",
-    "LoadTicket": "offloader",
-    "LookupResult": "specs",
-    "OffloadError": "errors",
-    "OffloadKey": "keys",
-    "Offloader": "offloader",
-    "OffloaderStatistics": "offloader",
-    "OffloadingEvent": "events",
-    "PrepareLoadOutput": "specs",
-    "PrepareStoreOutput": "specs",
-    "ReqContext": "specs",
-    "StateError": "errors",
-    "StoreOutcome": "specs",
-    "SyncOffloader": "offloader",
-    "SystemClock": "clock",
-    "TierFilter": "specs",
-    "TraceError": "errors",
-    "TransferHandle": "offloader",
-    "TransferResult": "specs",
-    "WrongThreadError": "errors",
-    "make_offload_key": "keys",
-    "offload_keys": "keys",
-    "open_offloader": "offloader",
-}
+__all__ = [
+    "ALREADY_DONE",
+    "BlocksInFlightError",
+    "CPULoadStoreSpec",
+    "CPUOffloadingManager",
+    "CacheIdentity",
+    "CanonicalKVCaches",
+    "Clock",
+    "ClosedError",
+    "Completion",
+    "ConfigurationError",
+    "Deadlines",
+    "DeviceError",
+    "EventKind",
+    "FilterReusedOffloadingManager",
+    "GPULoadStoreSpec",
+    "InvalidRequestError",
+    "KVGroup",
+    "LayoutError",
+    "LoadTicket",
+    "LookupResult",
+    "OffloadError",
+    "OffloadKey",
+    "Offloader",
+    "OffloaderStatistics",
+    "OffloadingEvent",
+    "PrepareLoadOutput",
+    "PrepareStoreOutput",
+    "ReqContext",
+    "StateError",
+    "StoreOutcome",
+    "SyncOffloader",
+    "SystemClock",
+    "TierFilter",
+    "TraceError",
+    "TransferHandle",
+    "TransferResult",
+    "WrongThreadError",
+    "make_offload_key",
+    "offload_keys",
+    "open_offloader",
+]
 
-__all__ = list(_HOME_OF)  # noqa: PLE0604  the names above
+_NAMES_OF = {
+    "clock": "Clock SystemClock",
+    "errors": "BlocksInFlightError ClosedError ConfigurationError DeviceError InvalidRequestError "
+    "LayoutError OffloadError StateError TraceError WrongThreadError",
+    "events": "EventKind OffloadingEvent",
+    "keys": "CacheIdentity OffloadKey make_offload_key offload_keys",
+    "kv_caches": "CanonicalKVCaches KVGroup",
+    "managers.cpu": "CPUOffloadingManager",
+    "managers.reuse": "FilterReusedOffloadingManager",
+    "offloader": "ALREADY_DONE Deadlines LoadTicket Offloader "
+    "OffloaderStatistics SyncOffloader TransferHandle open_offloader",
+    "specs": "CPULoadStoreSpec Completion GPULoadStoreSpec LookupResult PrepareLoadOutput "
+    "PrepareStoreOutput ReqContext StoreOutcome TierFilter TransferResult",
+}
+_HOME_OF = {name: home for home, names in _NAMES_OF.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> object:
@@ -104,4 +118,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})
+    return sorted({*globals(), *__all__})

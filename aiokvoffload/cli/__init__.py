@@ -1,1 +1,1 @@
-"""See base.py first."""
+"""The command line; `main.py` runs it."""

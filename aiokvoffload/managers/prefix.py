@@ -41,7 +41,12 @@ class PrefixMatcher:
         """
         if group_sizes is None and len(self.block_tokens) == 1:
             group_sizes = (len(keys),)
-        if group_sizes is None or len(group_sizes) != len(self.block_tokens) or sum(group_sizes) != len(keys):
+        if (
+            group_sizes is None
+            or len(group_sizes) != len(self.block_tokens)
+            or sum(group_sizes) != len(keys)
+            or min(group_sizes) < 0
+        ):
             raise InvalidRequestError(
                 f"{len(keys)} keys of {len(self.block_tokens)} KV groups need group_sizes, "
                 f"one per group and adding up to {len(keys)}, not {group_sizes}"
@@ -60,7 +65,12 @@ class PrefixMatcher:
             parts: Keys of each group from the start of the request.
             is_usable: Whether a block can be loaded; asked about no more blocks than needed.
             resident_tokens: Tokens from the start that need not be loaded.
+
+        Raises:
+            InvalidRequestError: `resident_tokens` is negative.
         """
+        if resident_tokens < 0:
+            raise InvalidRequestError(f"resident_tokens is {resident_tokens}, it must be at least 0")
         limit = min(len(part) * tokens for part, tokens in zip(parts, self.block_tokens, strict=True))
         for part, tokens, needed in zip(parts, self.block_tokens, self._needed_counts, strict=True):
             if needed is None:

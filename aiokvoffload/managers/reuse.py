@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from aiokvoffload.errors import ConfigurationError
+from aiokvoffload.errors import ConfigurationError, InvalidRequestError
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.managers.base import Keys, ManagerStatistics, OffloadingManager, Take, WhenFull
 from aiokvoffload.managers.requests import RequestTable
@@ -83,6 +83,8 @@ class FilterReusedOffloadingManager(OffloadingManager):
         filtered: bool = True,
     ) -> PrepareStoreOutput:
         """Offer those blocks that have been used often enough, or are stored already."""
+        if depths is not None and len(depths) != len(keys):
+            raise InvalidRequestError(f"{len(keys)} keys need as many depths, not {len(depths)}")
         ctx = ctx or ReqContext("")
         if not self._requests.bind(ctx, self.epoch).tick:
             self.touch(keys, ctx, depths=depths)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 class HostMemory(ABC):
     """Slots of host memory, zeroed when made.
@@ -29,8 +32,8 @@ class HostMemory(ABC):
 
     @property
     @abstractmethod
-    def buffer(self) -> object:
-        """What keeps the bytes alive; held by every copy that touches them."""
+    def buffer(self) -> NDArray[np.uint8]:
+        """All bytes; they stay mapped as long as anyone holds this array, as every copy does."""
 
     @abstractmethod
     def close(self) -> None:

@@ -52,7 +52,7 @@ class PinnedMemory(HostMemory):
 
     @property
     def buffer(self) -> NDArray[np.uint8]:
-        """All bytes; they stay mapped as long as anyone holds this array."""
+        """All bytes."""
         return self._buffer
 
     def close(self) -> None:

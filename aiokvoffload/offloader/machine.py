@@ -117,6 +117,7 @@ class OffloaderMachine:
 
     def __init__(self, parts: Parts) -> None:
         self.manager = parts.manager
+        self.memory = parts.memory
         self.clock = parts.clock
         self.deadlines = parts.deadlines
         self._parts = parts

@@ -153,12 +153,26 @@ def test_what_a_copy_kept_alive_is_let_go_once_it_is_over() -> None:
     device = HostDevice()
     stream = device.create_stream("store")
     source, target = pattern(64), np.zeros(64, np.uint8)
-    owner = weakref.ref(source)
+    freed = threading.Event()
+    weakref.finalize(source, freed.set)
     device.copy_batch(plan_of(Direction.STORE, [(source.ctypes.data, target.ctypes.data, 64)], source), stream)
-    assert device.synchronize(device.record(stream), PATIENCE_SECONDS)
     del source
-    gc.collect()
-    assert owner() is None
+    assert freed.wait(PATIENCE_SECONDS)
+    assert np.array_equal(target, pattern(64))
+    device.close()
+
+
+def test_a_doorbell_rings_once_its_event_is_done() -> None:
+    device = HostDevice()
+    stream = device.create_stream("bells")
+    gate = threading.Event()
+    device.launch(stream, waiting_for(gate))
+    event = device.record(stream)
+    seen: list[bool] = []
+    device.add_doorbell(lambda: seen.append(device.is_done(event)))
+    gate.set()
+    assert device.synchronize(device.record(stream), PATIENCE_SECONDS)
+    assert seen[0] is True
     device.close()
 
 

@@ -1,0 +1,36 @@
+"""Runs the command line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from aiokvoffload.cli.arguments import exit_with_mistake, parse_arguments
+from aiokvoffload.cli.report import write_report
+from aiokvoffload.errors import ConfigurationError, TraceError
+
+_INTERRUPTED = 130
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status: 0 well, 1 a wrong byte or order, 2 a mistake, 130 Ctrl-C."""
+    options = parse_arguments(arguments)
+    try:
+        if options.with_data:
+            from aiokvoffload.cli.replay import replay
+
+            report = replay(options)
+        else:
+            from aiokvoffload.cli.bookkeeping import simulate
+
+            report = simulate(options)
+    except (ConfigurationError, TraceError) as exc:
+        exit_with_mistake(str(exc))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    if options.json_output:
+        print(report.to_json())
+    else:
+        write_report(report)
+    return 0 if report.is_faultless else 1

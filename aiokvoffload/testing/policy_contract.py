@@ -1,0 +1,496 @@
+"""The contract of an eviction policy as tests: subclass `PolicyContract` and say how to make the policy."""
+
+# ruff: noqa: S101 - assertions are what a contract suite consists of
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from aiokvoffload.keys import OffloadKey
+from aiokvoffload.policies.base import Access, CachePolicy
+from aiokvoffload.testing.strategies import accesses, make_keys
+
+CONTRACT_SETTINGS = settings(
+    derandomize=True, database=None, deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow]
+)
+"""The same examples in every run, and nothing written to the file system."""
+
+
+def count_instructions(work: Callable[[], object]) -> int:
+    """Return how many Python bytecode instructions `work` executes; the same on a busy and on an idle machine."""
+    executed = 0
+
+    def trace(frame: FrameType, event: str, _argument: object) -> Callable[..., Any]:
+        nonlocal executed
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
+        executed += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return executed
+
+
+def fill(policy: CachePolicy, slots: Iterable[int], access: Access, *, is_ready: bool = True) -> None:
+    """Insert slots, each under the key of its number, and unpin them."""
+    slots = list(slots)
+    policy.insert(slots, make_keys(*slots), access)
+    if is_ready:
+        policy.unpin(slots)
+
+
+def order_of(policy: CachePolicy) -> list[int]:
+    """Return all evictable slots in the order in which they would leave."""
+    return policy.coldest(policy.capacity)
+
+
+class PolicyContract(ABC):
+    """What `aiokvoffload.policies.base` promises of every policy.
+
+    ::
+
+        class TestMyPolicy(PolicyContract):
+            def make_policy(self, capacity: int) -> MyPolicy:
+                return MyPolicy(capacity)
+    """
+
+    @abstractmethod
+    def make_policy(self, capacity: int) -> CachePolicy:
+        """Return a new policy for this many slots."""
+
+    # Residence and pins
+
+    def test_a_new_policy_holds_nothing(self) -> None:
+        """There is nothing to evict."""
+        policy = self.make_policy(4)
+        assert policy.capacity == 4
+        assert policy.evictable_count == 0
+        assert policy.coldest(4) == []
+        assert policy.evict(1) is None
+        assert policy.evict(0) == []
+
+    def test_inserted_slots_are_pinned_until_they_are_unpinned(self) -> None:
+        """A block that is being written cannot leave."""
+        policy = self.make_policy(4)
+        fill(policy, [0, 1, 2], Access(1), is_ready=False)
+        assert policy.evictable_count == 0
+        assert policy.coldest(4) == []
+        assert policy.evict(1) is None
+        policy.unpin([1])
+        assert policy.evictable_count == 1
+        assert policy.evict(1) == [1]
+
+    def test_a_pinned_slot_stays(self) -> None:
+        """Whatever the order, and however many are evicted."""
+        policy = self.make_policy(6)
+        fill(policy, range(6), Access(1))
+        first, second, *others = order_of(policy)
+        policy.pin([first, second])
+        assert policy.evictable_count == 4
+        assert order_of(policy) == others
+        assert policy.evict(5) is None
+        assert policy.evict(4) == others
+        policy.unpin([second, first])
+        assert policy.evict(2) == [first, second]
+
+    def test_pinning_keeps_the_rank(self) -> None:
+        """A slot comes back to where it was, not as most recent."""
+        policy = self.make_policy(9)
+        for tick in (1, 2, 3):
+            fill(policy, range(3 * tick - 3, 3 * tick), Access(tick))
+        before = order_of(policy)
+        for pinned in ([4], [0, 8], range(9), [7, 1, 3]):
+            policy.pin(pinned)
+            policy.unpin(pinned)
+            assert order_of(policy) == before
+
+    def test_removed_slots_are_gone(self) -> None:
+        """Pinned, unpinned and not yet written ones."""
+        policy = self.make_policy(6)
+        fill(policy, range(4), Access(1))
+        fill(policy, [4, 5], Access(2), is_ready=False)
+        policy.pin([0])
+        policy.remove([0, 1, 4])
+        assert sorted(order_of(policy)) == [2, 3]
+        assert policy.evictable_count == 2
+        policy.unpin([5])
+        assert sorted(policy.evict(3) or []) == [2, 3, 5]
+
+    def test_slots_can_be_used_again(self) -> None:
+        """After an eviction, a removal and a clear; what a slot was before does not matter."""
+        policy = self.make_policy(3)
+        fill(policy, range(3), Access(1))
+        policy.touch([0], Access(2))
+        policy.demote([1])
+        evicted = policy.evict(1) or []
+        policy.insert(evicted, make_keys(10), Access(3))
+        assert not {*evicted} & {*order_of(policy)}
+        policy.unpin(evicted)
+        assert sorted(order_of(policy)) == [0, 1, 2]
+        policy.remove([2])
+        policy.insert([2], make_keys(11), Access(4))
+        policy.clear()
+        fill(policy, range(3), Access(5, depths=[1, 2, 3]))
+        assert policy.evictable_count == 3
+        assert sorted(policy.evict(3) or []) == [0, 1, 2]
+
+    def test_clear_drops_everything(self) -> None:
+        """Pinned slots too."""
+        policy = self.make_policy(4)
+        fill(policy, range(4), Access(1))
+        policy.pin([0])
+        policy.clear()
+        assert policy.evictable_count == 0
+        assert order_of(policy) == []
+        fill(policy, [0], Access(1))
+        assert policy.evict(1) == [0]
+
+    def test_admitted_keys_are_some_of_those_offered_in_order(self) -> None:
+        """By default all of them."""
+        policy = self.make_policy(4)
+        offered = make_keys(3, 1, 2)
+        admitted = list(policy.admit(offered, Access(1)))
+        assert admitted == [key for key in offered if key in admitted]
+
+    # Eviction
+
+    def test_evict_drops_all_or_changes_nothing(self) -> None:
+        """One too many is none at all."""
+        policy = self.make_policy(8)
+        fill(policy, range(8), Access(1))
+        policy.touch([1, 2], Access(2))
+        policy.pin([3])
+        before = order_of(policy)
+        assert policy.evict(8) is None
+        assert policy.evict(7, protected=[0]) is None
+        assert policy.evict(1, protected=range(8)) is None
+        assert policy.evictable_count == 7
+        assert order_of(policy) == before
+        assert policy.evict(7) == before
+        assert policy.evictable_count == 0
+
+    def test_protected_slots_stay_and_keep_their_rank(self) -> None:
+        """Protected slots may be pinned; then they count as pinned, not twice."""
+        policy = self.make_policy(8)
+        fill(policy, range(8), Access(1))
+        first, second, *others = order_of(policy)
+        policy.pin([others[-1]])
+        assert policy.evict(2, protected=[first, others[-1]]) == [second, others[0]]
+        assert order_of(policy) == [first, *others[1:-1]]
+        assert policy.evict(4, protected=[others[-1], first]) == others[1:-1]
+        assert policy.evict(1, protected=[first]) is None
+        assert policy.evict(1) == [first]
+
+    def test_evicting_none_changes_nothing(self) -> None:
+        """Also with protected slots."""
+        policy = self.make_policy(4)
+        fill(policy, range(4), Access(1))
+        before = order_of(policy)
+        assert policy.evict(0) == []
+        assert policy.evict(0, protected=[2, 0]) == []
+        assert order_of(policy) == before
+
+    def test_coldest_says_who_would_leave(self) -> None:
+        """And changes nothing by saying so."""
+        policy = self.make_policy(8)
+        fill(policy, range(8), Access(1))
+        policy.touch([0, 5], Access(2))
+        before = order_of(policy)
+        assert policy.coldest(0) == []
+        assert [policy.coldest(count) for count in range(9)] == [before[:count] for count in range(9)]
+        assert policy.coldest(100) == before
+        assert policy.evict(3) == before[:3]
+        assert policy.evict(5) == before[3:]
+
+    # Accesses
+
+    def test_a_second_touch_at_one_tick_changes_nothing(self) -> None:
+        """Neither does one at an earlier tick."""
+        policy, same = self.make_policy(8), self.make_policy(8)
+        for each in (policy, same):
+            fill(each, range(8), Access(1))
+            each.touch([2, 1, 0], Access(3, depths=[1, 2, 3]))
+        for slots, access in (
+            ([0], Access(3)),
+            ([1, 2, 0], Access(3, depths=[9, 8, 7])),
+            ([2, 0], Access(2)),
+            (range(3, 8), Access(1)),
+        ):
+            policy.touch(slots, access)
+            assert order_of(policy) == order_of(same)
+        assert policy.evict(8) == same.evict(8)
+
+    def test_a_block_is_stored_as_used_by_its_request(self) -> None:
+        """So its own request cannot make it look used again."""
+        policy, same = self.make_policy(4), self.make_policy(4)
+        for each in (policy, same):
+            fill(each, range(4), Access(2))
+        policy.touch([3, 0], Access(2))
+        policy.touch([1], Access(1))
+        assert order_of(policy) == order_of(same)
+
+    def test_pinned_slots_can_be_touched(self) -> None:
+        """They stay pinned."""
+        policy = self.make_policy(4)
+        fill(policy, range(4), Access(1))
+        policy.pin([0, 1])
+        policy.touch([0, 1, 2], Access(2))
+        assert sorted(order_of(policy)) == [2, 3]
+        policy.unpin([0, 1])
+        assert sorted(order_of(policy)) == [0, 1, 2, 3]
+
+    def test_empty_batches_are_fine(self) -> None:
+        """Nothing changes."""
+        policy = self.make_policy(4)
+        fill(policy, range(4), Access(1))
+        before = order_of(policy)
+        policy.insert([], [], Access(2))
+        policy.touch([], Access(2, depths=[]))
+        policy.miss([], Access(2))
+        policy.pin([])
+        policy.unpin([])
+        policy.demote([])
+        policy.remove([])
+        assert order_of(policy) == before
+
+    # Demotion and ghosts
+
+    def test_demoted_slots_leave_first_in_the_order_given(self) -> None:
+        """Those used once and those used again, whatever else could leave."""
+        policy = self.make_policy(8)
+        fill(policy, range(8), Access(1, depths=list(range(8))))
+        policy.touch([4, 5, 6, 7], Access(2, depths=[1, 2, 3, 4]))
+        policy.demote([5, 2, 6])
+        assert order_of(policy)[:3] == [5, 2, 6]
+        assert policy.evict(2) == [5, 2]
+        assert policy.evict(1) == [6]
+
+    def test_pinned_slots_can_be_demoted(self) -> None:
+        """They leave first once they are unpinned, also those that were not written yet."""
+        policy = self.make_policy(6)
+        fill(policy, range(4), Access(1))
+        fill(policy, [4, 5], Access(2), is_ready=False)
+        policy.pin([3])
+        policy.demote([5, 3])
+        assert sorted(order_of(policy)) == [0, 1, 2]
+        policy.unpin([3, 4, 5])
+        assert order_of(policy)[:2] == [5, 3]
+
+    def test_demoted_slots_leave_no_ghost(self) -> None:
+        """A policy learns nothing from a block that was sent away."""
+
+        def demote_and_evict(policy: CachePolicy) -> None:
+            policy.demote([0])
+            assert policy.evict(1) == [0]
+
+        self._check_that_a_miss_teaches_nothing(demote_and_evict)
+
+    def test_removed_slots_leave_no_ghost(self) -> None:
+        """A write that failed says nothing."""
+        self._check_that_a_miss_teaches_nothing(lambda policy: policy.remove([0]))
+
+    def test_clear_drops_ghosts(self) -> None:
+        """Of all keys."""
+
+        def evict_and_clear(policy: CachePolicy) -> None:
+            policy.evict(policy.evictable_count)
+            policy.clear()
+            fill(policy, range(1, 8), Access(1))
+
+        self._check_that_a_miss_teaches_nothing(evict_and_clear)
+
+    def test_an_insert_ends_a_ghost(self) -> None:
+        """The key is resident again; gone without a ghost, it is a stranger."""
+
+        def come_back(policy: CachePolicy) -> None:
+            policy.pin(range(1, 8))
+            assert policy.evict(1) == [0]
+            policy.unpin(range(1, 8))
+            fill(policy, [0], Access(2))
+            policy.remove([0])
+
+        self._check_that_a_miss_teaches_nothing(come_back)
+
+    def test_a_miss_counts_once_per_tick(self) -> None:
+        """However often a request asks."""
+        policy, same = self.make_policy(8), self.make_policy(8)
+        for each in (policy, same):
+            fill(each, range(8), Access(1))
+            each.touch(range(4, 8), Access(2))
+            assert len(each.evict(4) or []) == 4
+            each.miss(make_keys(*range(8)), Access(3))
+        policy.miss(make_keys(*range(8)), Access(3))
+        policy.miss(make_keys(2), Access(3, depths=[1]))
+        self._check_same(policy, same)
+
+    def _check_that_a_miss_teaches_nothing(self, leave: Callable[[CachePolicy], None]) -> None:
+        policy, same = self.make_policy(8), self.make_policy(8)
+        for each in (policy, same):
+            fill(each, range(8), Access(1))
+            each.touch(range(4, 8), Access(2))
+            leave(each)
+        policy.miss(make_keys(0), Access(3))
+        self._check_same(policy, same)
+
+    def _check_same(self, policy: CachePolicy, same: CachePolicy) -> None:
+        """Compare two policies now and after they have gone on alike, with blocks used once and used again."""
+        assert order_of(policy) == order_of(same)
+        for each in (policy, same):
+            fill(each, sorted({*range(8)} - {*order_of(each)}), Access(10))
+            each.touch([1, 3], Access(11))
+        assert order_of(policy) == order_of(same)
+        assert policy.evict(5) == same.evict(5)
+
+    # Everything together
+
+    def test_any_sequence_keeps_the_contract(self) -> None:
+        """Whatever happens, the policy knows exactly which slots may leave."""
+
+        @CONTRACT_SETTINGS
+        @given(st.data())
+        def check(data: st.DataObject) -> None:
+            _play(self.make_policy(8), data)
+
+        check()
+
+    @pytest.mark.parametrize("kind", ["held", "pinned", "protected"])
+    def test_costs_follow_the_batch(self, kind: str) -> None:
+        """Not what else is held, pinned or protected by earlier calls: counted in instructions."""
+        few, many = 400, 12_000
+
+        def cost(size: int) -> int:
+            policy = self.make_policy(size + 100)
+            for tick, start in enumerate(range(0, size, 100), 1):
+                fill(policy, range(start, start + 100), Access(tick))
+            if kind == "pinned":
+                policy.pin(range(size - 100))
+            if kind == "protected":
+                policy.evict(10, protected=range(size - 100))
+                policy.insert(list(range(size, size + 10)), make_keys(*range(size, size + 10)), Access(size))
+                policy.unpin(range(size, size + 10))
+            first = size + 10
+
+            def one_round() -> None:
+                for slot in range(first, first + 20):
+                    policy.insert([slot], make_keys(slot), Access(size + slot))
+                    policy.unpin([slot])
+                    policy.touch([slot, 0], Access(size + slot + 1))
+                    policy.pin([slot])
+                    policy.unpin([slot])
+                    assert len(policy.coldest(1)) == 1
+                    assert policy.evict(1, protected=[slot]) is not None
+
+            return count_instructions(one_round)
+
+        assert cost(many) <= 2 * cost(few)
+
+
+def _play(policy: CachePolicy, data: st.DataObject) -> None:
+    """Play any calls that the contract allows, beside two sets: the resident slots and the pinned ones."""
+    resident: dict[int, OffloadKey] = {}
+    pinned: set[int] = set()
+    numbers = iter(range(1_000_000))
+    tick = 1
+
+    def some(slots: Iterable[int]) -> list[int]:
+        candidates = sorted(slots)
+        chosen = data.draw(st.lists(st.sampled_from(candidates), unique=True)) if candidates else []
+        return chosen
+
+    for _ in range(data.draw(st.integers(0, 30), label="steps")):
+        match data.draw(st.sampled_from(_CALLS), label="call"):
+            case "insert":
+                slots = some(set(range(policy.capacity)) - set(resident))
+                # Keys come back at times, so that there are ghosts to meet.
+                keys = [make_keys(next(numbers) % 12)[0] for _ in slots]
+                keys = [key if key not in resident.values() else make_keys(100 + next(numbers))[0] for key in keys]
+                policy.insert(slots, keys, data.draw(accesses(tick, len(slots))))
+                resident.update(zip(slots, keys, strict=True))
+                pinned.update(slots)
+            case "touch":
+                tick += data.draw(st.integers(0, 1))
+                slots = some(resident)
+                policy.touch(slots, data.draw(accesses(tick, len(slots))))
+            case "miss":
+                keys = [key for key in make_keys(*range(12)) if key not in resident.values()]
+                policy.miss(keys, data.draw(accesses(tick, len(keys))))
+            case "pin":
+                slots = some(set(resident) - pinned)
+                policy.pin(slots)
+                pinned.update(slots)
+            case "unpin":
+                slots = some(pinned)
+                policy.unpin(slots)
+                pinned.difference_update(slots)
+            case "demote":
+                slots = some(resident)
+                policy.demote(slots)
+                leaving = [slot for slot in slots if slot not in pinned]
+                assert order_of(policy)[: len(leaving)] == leaving
+            case "evict":
+                _evict(policy, data, resident, pinned, some(resident))
+            case "remove":
+                slots = some(resident)
+                policy.remove(slots)
+                pinned.difference_update(slots)
+                for slot in slots:
+                    del resident[slot]
+            case _:
+                policy.clear()
+                resident.clear()
+                pinned.clear()
+        assert policy.evictable_count == len(resident) - len(pinned)
+        assert sorted(order_of(policy)) == sorted(set(resident) - pinned)
+
+
+_CALLS = [
+    "insert",
+    "insert",
+    "unpin",
+    "unpin",
+    "touch",
+    "touch",
+    "miss",
+    "pin",
+    "demote",
+    "evict",
+    "evict",
+    "remove",
+] + ["clear"]
+
+
+def _evict(
+    policy: CachePolicy,
+    data: st.DataObject,
+    resident: dict[int, OffloadKey],
+    pinned: set[int],
+    protected: Sequence[int],
+) -> None:
+    before = order_of(policy)
+    count = data.draw(st.integers(0, policy.capacity), label="count")
+    victims = policy.evict(count, protected)
+    candidates = set(resident) - pinned - set(protected)
+    if len(candidates) < count:
+        assert victims is None
+        assert order_of(policy) == before
+        return
+    assert victims is not None
+    assert len(victims) == len(set(victims)) == count
+    assert set(victims) <= candidates
+    if not protected:
+        assert victims == before[:count]
+    for slot in victims:
+        del resident[slot]
