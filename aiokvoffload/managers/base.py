@@ -19,6 +19,7 @@ from anyio.lowlevel import checkpoint_if_cancelled
 
 from aiokvoffload.clock import Clock, SystemClock, deadline_after
 from aiokvoffload.keys import OffloadKey
+from aiokvoffload.managers.waits import Take
 from aiokvoffload.specs import (
     Completion,
     LookupResult,
@@ -29,7 +30,6 @@ from aiokvoffload.specs import (
 )
 
 Keys = Sequence[OffloadKey]
-Take = Literal["all", "leading"]
 WhenFull = Literal["refuse", "leading", "wait"]
 TicketType = TypeVar("TicketType", bound=Ticket)
 

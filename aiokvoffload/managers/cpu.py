@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 from aiokvoffload.clock import Clock
 from aiokvoffload.errors import ConfigurationError, InvalidRequestError, StateError
@@ -13,10 +12,11 @@ from aiokvoffload.events import EventKind, EventSink
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.kv_caches import KVGroup
 from aiokvoffload.managers.announcer import Announcer
-from aiokvoffload.managers.base import Keys, ManagerStatistics, OffloadingManager, Take, WhenFull
+from aiokvoffload.managers.base import Keys, ManagerStatistics, OffloadingManager, WhenFull
+from aiokvoffload.managers.blocks import BlockTable, SlotState
 from aiokvoffload.managers.prefix import PrefixMatcher
 from aiokvoffload.managers.requests import RequestTable
-from aiokvoffload.managers.slots import SlotState, SlotTable
+from aiokvoffload.managers.waits import LoadRequest, Take, WriteWaits
 from aiokvoffload.ownership import Owner
 from aiokvoffload.policies.base import POLICIES, Access, CachePolicy
 from aiokvoffload.specs import (
@@ -29,16 +29,6 @@ from aiokvoffload.specs import (
     RequestBinding,
     Ticket,
 )
-
-
-@dataclass(slots=True)
-class _Load:
-    """What a load asked for, and the writes it waits for."""
-
-    parts: list[Keys]
-    take: Take | Literal["nothing"]
-    resident_tokens: int = 0
-    writes: set[PrepareStoreOutput] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -85,20 +75,15 @@ class CPUOffloadingManager(OffloadingManager):
             raise ConfigurationError(
                 f"the policy ranks {policy.capacity} slots, but the manager has {block_count}; make them equal"
             )
-        self._slot_of: dict[OffloadKey, int] = {}
-        self._key_of: list[OffloadKey | None] = [None] * block_count
-        self._write_of: list[PrepareStoreOutput | None] = [None] * block_count
         self._policy = policy
-        self._slots = SlotTable(block_count, policy)
+        self._blocks = BlockTable(block_count, policy)
         self._prefix = PrefixMatcher(groups, block_size_factor)
         self._announcer = Announcer(event_sink, CPULoadStoreSpec.medium())
         self._requests = RequestTable()
         self._owner = Owner("manager")
-        self._block_count = block_count
         self._epoch = 0
         self._generation = 0
-        self._loads: dict[PrepareLoadOutput, _Load] = {}
-        self._loads_on: dict[PrepareStoreOutput, list[PrepareLoadOutput]] = {}
+        self._waits = WriteWaits()
         self._offers: deque[_Offer] = deque()
         self._settled: list[Ticket] = []
         self._stored = self._evicted = self._refused = self._failed = self._hits = self._rejected = 0
@@ -119,15 +104,7 @@ class CPUOffloadingManager(OffloadingManager):
         """Return MISS, HIT or PENDING for each key."""
         if self._bind(ctx).epoch != self._epoch:
             return [LookupResult.MISS] * len(keys)
-        slot_of, state = self._slot_of, self._slots.state
-        return [
-            LookupResult.MISS
-            if (slot := slot_of.get(key)) is None
-            else LookupResult.HIT
-            if state[slot] == SlotState.READY
-            else LookupResult.PENDING
-            for key in keys
-        ]
+        return self._blocks.lookup(keys)
 
     def lookup_prefix_nowait(
         self,
@@ -142,7 +119,7 @@ class CPUOffloadingManager(OffloadingManager):
         parts = self._prefix.split(keys, group_sizes)
         if binding.epoch != self._epoch:
             return resident_tokens
-        return self._prefix.boundary(parts, self._slot_of.__contains__, resident_tokens)
+        return self._prefix.boundary(parts, self._blocks.is_known, resident_tokens)
 
     def touch(self, keys: Keys, ctx: ReqContext | None = None, *, depths: Sequence[int] | None = None) -> None:
         """Count the request's access to its blocks; the policy sees resident and missing ones."""
@@ -150,7 +127,7 @@ class CPUOffloadingManager(OffloadingManager):
         keys, depths = _without_repeats(keys, depths)
         if binding.epoch == self._epoch:
             self._requests.open_access(binding)
-            self._touch(keys, self._access(binding, ctx, depths))
+            self._blocks.touch(keys, self._access(binding, ctx, depths))
 
     # Loading
 
@@ -166,9 +143,10 @@ class CPUOffloadingManager(OffloadingManager):
         """Look up and pin in one step."""
         binding = self._bind(ctx)
         ticket = PrepareLoadOutput(self, self._epoch, self._generation)
-        load = _Load(self._prefix.split(keys, group_sizes), take, resident_tokens)
-        self._pin(ticket, load, self._slot_of.__contains__ if binding.epoch == self._epoch else _is_never_usable)
-        self._wait_for_writes(ticket, load, ticket.slots)
+        parts = [list(dict.fromkeys(part)) for part in self._prefix.split(keys, group_sizes)]
+        request = LoadRequest(parts, take, resident_tokens)
+        self._pin(ticket, request, self._blocks.is_known if binding.epoch == self._epoch else _is_never_usable)
+        self._waits.add(ticket, request, self._blocks.writes(ticket.slots))
         self._hits += len(ticket.keys)
         return ticket
 
@@ -176,8 +154,8 @@ class CPUOffloadingManager(OffloadingManager):
         """Return a ticket that pins nothing and waits while any of `keys` is being written."""
         self._check()
         ticket = PrepareLoadOutput(self, self._epoch, self._generation)
-        slots = [self._slot_of[key] for key in keys if key in self._slot_of]
-        self._wait_for_writes(ticket, _Load([keys], "nothing"), slots)
+        slots = self._blocks.slots([key for key in keys if self._blocks.is_known(key)])
+        self._waits.add(ticket, LoadRequest([keys], "nothing"), self._blocks.writes(slots))
         return ticket
 
     def complete_load_nowait(self, ticket: PrepareLoadOutput) -> Completion:
@@ -186,10 +164,10 @@ class CPUOffloadingManager(OffloadingManager):
             return rejected
         ticket.is_open = False
         if ticket.is_waiting:
-            self._forget_load(ticket)
+            self._waits.remove(ticket)
             ticket.keys = ()
             self._end_wait(ticket)
-        self._slots.release(ticket.slots)
+        self._blocks.release(ticket.slots)
         self._end_step()
         return Completion.STALE if ticket.epoch != self._epoch else Completion.APPLIED
 
@@ -215,12 +193,12 @@ class CPUOffloadingManager(OffloadingManager):
         is_new = self._requests.open_access(binding)
         offer = _Offer(ticket, list(keys), self._access(binding, ctx, depths), binding)
         if is_new:
-            self._touch(keys, offer.access)
-        missing = [key for key in offer.keys if key not in self._slot_of]
+            self._blocks.touch(keys, offer.access)
+        missing = self._blocks.missing(keys)
         is_behind_others = bool(missing and self._offers)
         if is_behind_others or not self._grant(offer, missing, is_leading_enough=when_full == "leading"):
             # What is stored of the offer is not evicted for it, so all of it must fit at once.
-            if when_full == "wait" and len(offer.keys) <= self._block_count:
+            if when_full == "wait" and len(offer.keys) <= self._blocks.slot_count:
                 ticket.is_waiting = True
                 self._offers.append(offer)
             else:
@@ -238,25 +216,21 @@ class CPUOffloadingManager(OffloadingManager):
             self._end_step()
             return Completion.APPLIED
         if ticket.generation != self._generation:
-            self._slots.release(ticket.slots)
+            self._blocks.release(ticket.slots)
             self._rejected += 1
             self._end_step()
             return Completion.STALE
-        for slot in ticket.slots:
-            self._write_of[slot] = None
         if success:
-            self._slots.mark(ticket.slots, SlotState.WRITING, SlotState.READY)
+            self._blocks.commit(ticket.slots)
             self._stored += len(ticket.slots)
             self._announcer.note(EventKind.STORED, ticket.keys_to_store)
         else:
-            self._policy.remove(ticket.slots)
-            self._slots.mark(ticket.slots, SlotState.WRITING, SlotState.KEYLESS)
-            for key in ticket.keys_to_store:
-                del self._slot_of[key]
+            self._blocks.drop(ticket.slots)
             self._failed += len(ticket.slots)
         # The loads that wait for these blocks hold them already: nobody can evict them in between.
-        self._settle_loads_on(ticket, success)
-        self._slots.release(ticket.slots)
+        for load in self._waits.end_write(ticket, success):
+            self._settle_load(load)
+        self._blocks.release(ticket.slots)
         self._end_step()
         return Completion.APPLIED
 
@@ -276,28 +250,22 @@ class CPUOffloadingManager(OffloadingManager):
     def hold(self, slots: Sequence[int]) -> None:
         """Count one more user of slots; for leases."""
         self._owner.check_thread()
-        self._slots.hold(slots)
+        self._blocks.hold(slots)
 
     def release(self, slots: Sequence[int]) -> None:
         """Count one user less of slots; for leases."""
         self._owner.check_thread()
-        self._slots.release(slots)
+        self._blocks.release(slots)
         self._end_step()
 
     def reset_nowait(self) -> None:
         """Forget all blocks; what is in use is given back by its users."""
         self._check()
         self._generation += 1
-        slots = list(self._slot_of.values())
-        self._slot_of = {}
-        for slot in slots:
-            self._key_of[slot] = None
-            self._write_of[slot] = None
-        self._slots.clear(slots)
+        self._blocks.clear()
         self._announcer.note(EventKind.CLEARED)
-        for ticket in list(self._loads):
+        for ticket in self._waits.tickets:
             self._settle_load(ticket)
-        self._loads_on.clear()
         self._end_step()
 
     def bump_epoch_nowait(self) -> None:
@@ -308,16 +276,16 @@ class CPUOffloadingManager(OffloadingManager):
 
     def statistics(self) -> ManagerStatistics:
         """Return the counts of this moment."""
-        count_of = self._slots.count_of
+        count_of = self._blocks.count_of
         return ManagerStatistics(
-            total=self._block_count,
+            total=self._blocks.slot_count,
             free=count_of[SlotState.FREE],
             ready=count_of[SlotState.READY],
             writing=count_of[SlotState.WRITING],
             leased_without_key=count_of[SlotState.KEYLESS],
-            pinned=self._slots.pinned_count,
+            pinned=self._blocks.pinned_count,
             waiting_stores=len(self._offers),
-            waiting_loads=len(self._loads),
+            waiting_loads=len(self._waits.tickets),
             stored_blocks=self._stored,
             evicted_blocks=self._evicted,
             refused_blocks=self._refused,
@@ -335,7 +303,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._owner.is_closed = True
         while self._offers:
             self._withdraw(self._offers[0].ticket)
-        for ticket in list(self._loads):
+        for ticket in self._waits.tickets:
             self._settle_load(ticket, is_missed=True)
         self._end_step()
 
@@ -359,93 +327,57 @@ class CPUOffloadingManager(OffloadingManager):
             return Access(binding.tick, now, depths=depths)
         return Access(binding.tick, now, ctx.turn, ctx.priority, depths)
 
-    def _touch(self, keys: Keys, access: Access) -> None:
-        slot_of = self._slot_of
-        slots = [slot_of.get(key, -1) for key in keys]
-        if -1 not in slots:
-            self._policy.touch(slots, access)
-            return
-        resident = [position for position, slot in enumerate(slots) if slot >= 0]
-        missing = [position for position, slot in enumerate(slots) if slot < 0]
-        self._policy.touch([slots[position] for position in resident], access.select(resident))
-        self._policy.miss([keys[position] for position in missing], access.select(missing))
-
-    def _pin(self, ticket: PrepareLoadOutput, load: _Load, is_usable: Callable[[OffloadKey], bool]) -> None:
+    def _pin(self, ticket: PrepareLoadOutput, request: LoadRequest, is_usable: Callable[[OffloadKey], bool]) -> None:
         """Pin what a load can have."""
-        sizes = [len(part) for part in load.parts]
-        if load.take == "all":
-            is_complete = all(map(is_usable, (key for part in load.parts for key in part)))
+        sizes = [len(part) for part in request.parts]
+        if request.take == "all":
+            is_complete = all(map(is_usable, (key for part in request.parts for key in part)))
             needed = [range(size if is_complete else 0) for size in sizes]
-            covered = [len(run) * tokens for run, tokens in zip(needed, self.block_tokens, strict=True)]
-            ticket.token_count = min(covered)
+            ticket.token_count = min(len(run) * tokens for run, tokens in zip(needed, self.block_tokens, strict=True))
         else:
-            end = self._prefix.boundary(load.parts, is_usable, load.resident_tokens)
-            needed = [self._prefix.needed(group, end, load.resident_tokens) for group in range(len(sizes))]
+            end = self._prefix.boundary(request.parts, is_usable, request.resident_tokens)
+            needed = [self._prefix.needed(group, end, request.resident_tokens) for group in range(len(sizes))]
             ticket.token_count = end
         ticket.group_sizes = tuple(map(len, needed))
         ticket.first_indices = tuple(run.start for run in needed)
-        ticket.keys = [key for part, run in zip(load.parts, needed, strict=True) for key in part[run.start : run.stop]]
-        ticket.slots = [self._slot_of[key] for key in ticket.keys]
-        self._slots.hold(ticket.slots)
-
-    def _wait_for_writes(self, ticket: PrepareLoadOutput, load: _Load, slots: Sequence[int]) -> None:
-        """Let a load wait for those of `slots` that are being written."""
-        writes = {write for slot in slots if (write := self._write_of[slot]) is not None}
-        if writes:
-            load.writes = writes
-            ticket.is_waiting = True
-            self._loads[ticket] = load
-            for write in writes:
-                self._loads_on.setdefault(write, []).append(ticket)
-
-    def _settle_loads_on(self, write: PrepareStoreOutput, success: bool) -> None:
-        for ticket in self._loads_on.pop(write, ()):
-            load = self._loads.get(ticket)
-            if load is not None:
-                load.writes.discard(write)
-                if not load.writes or (load.take == "all" and not success):
-                    self._settle_load(ticket)
+        ticket.keys = [
+            key for part, run in zip(request.parts, needed, strict=True) for key in part[run.start : run.stop]
+        ]
+        ticket.slots = self._blocks.slots(ticket.keys)
+        self._blocks.hold(ticket.slots)
 
     def _settle_load(self, ticket: PrepareLoadOutput, *, is_missed: bool = False) -> None:
         """End the wait of a load: keep its pins if all blocks were written, else take what is ready, or nothing."""
-        load = self._forget_load(ticket)
-        state = self._slots.state
-        if is_missed or any(state[slot] != SlotState.READY for slot in ticket.slots):
+        request = self._waits.remove(ticket)
+        if is_missed or not self._blocks.all_ready(ticket.slots):
             held = ticket.slots
-            self._pin(ticket, load, _is_never_usable if is_missed else self._is_ready)
-            self._slots.release(held)
+            self._pin(ticket, request, _is_never_usable if is_missed else self._blocks.is_ready)
+            self._blocks.release(held)
         self._end_wait(ticket)
-
-    def _forget_load(self, ticket: PrepareLoadOutput) -> _Load:
-        load = self._loads.pop(ticket)
-        for write in load.writes:
-            self._loads_on[write].remove(ticket)
-        return load
-
-    def _is_ready(self, key: OffloadKey) -> bool:
-        slot = self._slot_of.get(key)
-        return slot is not None and self._slots.state[slot] == SlotState.READY
 
     def _grant(self, offer: _Offer, missing: list[OffloadKey], *, is_leading_enough: bool) -> bool:
         """Give an offer its slots; False if there are not enough, and then nothing has changed."""
         ticket = offer.ticket
         self._note_present(offer, missing)
-        protected = [self._slot_of[key] for key in ticket.resident_keys]
+        protected = self._blocks.slots(ticket.resident_keys)
         admitted = self._policy.admit(missing, offer.access)
-        room = self._slots.room_beside(protected)
+        room = self._blocks.room_beside(protected)
         if len(admitted) > room and not is_leading_enough:
             return False
         taken = admitted[:room]
-        victims = self._policy.evict(max(0, len(taken) - self._slots.count_of[SlotState.FREE]), protected)
-        if victims is None:
+        evicted = self._blocks.evict(max(0, len(taken) - self._blocks.free_count), protected)
+        if evicted is None:
             return False
-        ticket.evicted_keys = self._drop(victims)
+        self._evicted += len(evicted)
+        self._announcer.note(EventKind.REMOVED, evicted)
+        ticket.evicted_keys = evicted
         ticket.refused_keys = admitted[room:]
         self._refused += len(ticket.refused_keys)
         if len(admitted) < len(missing):
             kept = set(admitted)
             ticket.filtered_keys = [key for key in missing if key not in kept]
-        self._reserve(ticket, taken, _access_to(taken, offer))
+        ticket.keys_to_store = taken
+        ticket.slots = self._blocks.reserve(taken, ticket, _access_to(taken, offer))
         return True
 
     def _note_present(self, offer: _Offer, missing: Keys) -> None:
@@ -453,35 +385,12 @@ class CPUOffloadingManager(OffloadingManager):
         ticket = offer.ticket
         ticket.resident_keys = ticket.pending_keys = ()
         if len(missing) < len(offer.keys):
-            ticket.resident_keys = [key for key in offer.keys if self._is_ready(key)]
-            ticket.pending_keys = [key for key in offer.keys if key in self._slot_of and not self._is_ready(key)]
-
-    def _drop(self, slots: list[int]) -> list[OffloadKey]:
-        """Take evicted slots away from their keys and return the keys."""
-        keys: list[OffloadKey] = []
-        for slot in slots:
-            key = self._key_of[slot]
-            if key is not None:
-                keys.append(key)
-                del self._slot_of[key]
-                self._key_of[slot] = None
-        self._slots.give_back(slots, SlotState.READY)
-        self._evicted += len(slots)
-        self._announcer.note(EventKind.REMOVED, keys)
-        return keys
-
-    def _reserve(self, ticket: PrepareStoreOutput, keys: Keys, access: Access) -> None:
-        slots = self._slots.take(len(keys))
-        ticket.keys_to_store = keys
-        ticket.slots = slots
-        self._slot_of.update(zip(keys, slots, strict=True))
-        for key, slot in zip(keys, slots, strict=True):
-            self._key_of[slot] = key
-            self._write_of[slot] = ticket
-        self._policy.insert(slots, keys, access)
+            found = dict(zip(offer.keys, self._blocks.lookup(offer.keys), strict=True))
+            ticket.resident_keys = [key for key, result in found.items() if result is LookupResult.HIT]
+            ticket.pending_keys = [key for key, result in found.items() if result is LookupResult.PENDING]
 
     def _refuse(self, offer: _Offer) -> None:
-        missing = [key for key in offer.keys if key not in self._slot_of]
+        missing = self._blocks.missing(offer.keys)
         self._note_present(offer, missing)
         offer.ticket.refused_keys = missing
         self._refused += len(missing)
@@ -501,7 +410,7 @@ class CPUOffloadingManager(OffloadingManager):
             if offer.binding.epoch != self._epoch:
                 self._refuse(offer)
             else:
-                missing = [key for key in offer.keys if key not in self._slot_of]
+                missing = self._blocks.missing(offer.keys)
                 if not self._grant(offer, missing, is_leading_enough=False):
                     return
             self._offers.popleft()

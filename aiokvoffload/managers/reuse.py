@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from aiokvoffload.errors import ConfigurationError, InvalidRequestError
 from aiokvoffload.keys import OffloadKey
-from aiokvoffload.managers.base import Keys, ManagerStatistics, OffloadingManager, Take, WhenFull
+from aiokvoffload.managers.base import Keys, ManagerStatistics, OffloadingManager, WhenFull
 from aiokvoffload.managers.requests import RequestTable
+from aiokvoffload.managers.waits import Take
 from aiokvoffload.specs import (
     Completion,
     LookupResult,

@@ -234,6 +234,7 @@ class OffloaderMachine:
         """
         self._check()
         sizes = self.shapes.group_sizes(keys)
+        self.shapes.check_distinct_keys(keys)
         self.shapes.check_resident_tokens(resident_tokens)
         if self._fault is not None:
             ticket = PrepareLoadOutput(self.manager, self.manager.epoch, 0)
@@ -256,7 +257,7 @@ class OffloaderMachine:
         """Start to load what a settled ticket has pinned; for `LoadTicket.start`."""
         self._check()
         blocks = self.shapes.check_blocks(gpu_blocks, sum(group_sizes))
-        self.shapes.check_distinct(blocks, group_sizes)
+        self.shapes.check_distinct_blocks(blocks, group_sizes)
         if not ticket.slots:
             self.manager.complete_load_nowait(ticket)
             return TransferHandle(self).finish_empty()

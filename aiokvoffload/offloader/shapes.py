@@ -56,6 +56,15 @@ class BlockShapes:
                 raise InvalidRequestError(f"GPU block {block} is out of range: there are {self._block_count}, from 0")
         return blocks
 
+    def check_distinct_keys(self, keys: Sequence[OffloadKey]) -> None:
+        """Refuse a prefix that names a block twice: which GPU blocks belong to which key would be unclear.
+
+        Raises:
+            InvalidRequestError: It does.
+        """
+        if len(set(keys)) < len(keys):
+            raise InvalidRequestError("a key is given twice; give every block of the request once, in token order")
+
     def check_resident_tokens(self, resident_tokens: int) -> None:
         """Refuse a number of tokens that is no whole number of blocks of every group.
 
@@ -97,7 +106,7 @@ class BlockShapes:
                 sizes[group] = (first_key + key_count) * self._factor - firsts[group]
         return tuple(sizes), tuple(firsts)
 
-    def check_distinct(self, gpu_blocks: Sequence[int], group_sizes: Sequence[int]) -> None:
+    def check_distinct_blocks(self, gpu_blocks: Sequence[int], group_sizes: Sequence[int]) -> None:
         """Refuse a load that fills a block of one group twice.
 
         Raises:

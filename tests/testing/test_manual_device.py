@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from aiokvoffload.devices.base import CopyPlan, Device, Direction, Stream
 from aiokvoffload.errors import DeviceError, StateError
+from aiokvoffload.testing.clock import ManualClock
 from aiokvoffload.testing.device import ManualDevice
 from aiokvoffload.testing.device_contract import DeviceContract
 from aiokvoffload.testing.device_memory import plan_of
@@ -264,25 +265,8 @@ def test_doorbells_ring_once_per_event_and_may_use_the_device(device: ManualDevi
     assert seen[2:] == [[True, True, True]]
 
 
-class StepClock:
-    """A clock that moves only when it is paused."""
-
-    def __init__(self) -> None:
-        self.time = 100.0
-
-    def now(self) -> float:
-        return self.time
-
-    def pause(self, seconds: float) -> None:
-        self.time += seconds
-
-    def cancel_at(self, deadline: float | None) -> object:
-        raise NotImplementedError
-
-
 def test_time_is_the_clocks_or_counts_operations(device: ManualDevice) -> None:
-    clock = StepClock()
-    for made, expected in ((device, 0.003), (ManualDevice(clock=clock), 5.0)):  # type: ignore[arg-type]
+    for made, expected in ((device, 0.003), (ManualDevice(clock=ManualClock()), 5.0)):
         stream = made.create_stream("timed")
         start = made.record(stream)
         for _ in range(3):

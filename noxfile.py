@@ -1,0 +1,42 @@
+"""Lint, types and tests; `nox` runs all three, `nox -s tests` one of them."""
+
+from __future__ import annotations
+
+import nox
+
+nox.needs_version = ">=2024.4"
+nox.options.sessions = ["lint", "types", "tests"]
+nox.options.reuse_existing_virtualenvs = True
+nox.options.default_venv_backend = "virtualenv"
+
+# The package itself asks for a lower bound only; development is pinned to a build that is small without a GPU.
+TORCH = "torch==2.13.0"
+LINT = ["ruff>=0.9", "import-linter>=2.1"]
+TYPES = ["mypy>=1.14"]
+TESTS = ["pytest>=8.3", "pytest-asyncio>=1.0", "pytest-timeout>=2.3", "hypothesis>=6.100", "trio>=0.26", "rich>=13"]
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and the import contract."""
+    session.install(TORCH)
+    session.install(*LINT, "-e", ".")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("lint-imports")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types, strictly, of package and tests."""
+    session.install(TORCH)
+    session.install(*TYPES, *TESTS, "nox", "-e", ".")
+    session.run("mypy")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the tests; arguments after `--` go to pytest."""
+    session.install(TORCH)
+    session.install(*TESTS, "-e", ".")
+    session.run("pytest", *session.posargs)
