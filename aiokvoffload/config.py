@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from aiokvoffload.errors import ConfigurationError
 from aiokvoffload.kv_caches import KVGroup
+from aiokvoffload.managers.reuse import MAX_TRACKER_SIZE
 from aiokvoffload.policies.base import POLICIES
 from aiokvoffload.registry import nearest_name
 
@@ -140,7 +141,7 @@ class OffloadingConfig:
     block_size_factor: int | None = None
     eviction_policy: str = "lru"
     store_threshold: int = 0
-    max_tracker_size: int = 64_000
+    max_tracker_size: int = MAX_TRACKER_SIZE
     enable_kv_cache_events: bool = False
 
     def __post_init__(self) -> None:

@@ -10,18 +10,16 @@ from typing import Any, ClassVar
 
 from aiokvoffload.clock import Clock, SystemClock
 from aiokvoffload.config import DEFAULT_SPEC_NAME, EngineShape, OffloadingConfig, check_mapping, check_text
-from aiokvoffload.devices.base import Device, Direction, SimulatedDevice
-from aiokvoffload.devices.host import HostDevice
+from aiokvoffload.devices.base import Device, SimulatedDevice, device_for_tensors
 from aiokvoffload.errors import ClosedError, ConfigurationError, StateError
 from aiokvoffload.events import EventSink
 from aiokvoffload.kv_caches import CanonicalKVCaches, KVGroup
 from aiokvoffload.managers.base import OffloadingManager
 from aiokvoffload.managers.cpu import CPUOffloadingManager
-from aiokvoffload.managers.reuse import FilterReusedOffloadingManager
+from aiokvoffload.managers.reuse import with_reuse_filter
 from aiokvoffload.memory.base import HostMemory
-from aiokvoffload.memory.pinned import PinnedMemory
 from aiokvoffload.registry import Registry, nearest_name
-from aiokvoffload.transfers.device_host import SingleDirectionOffloadingHandler
+from aiokvoffload.transfers.assembly import build_worker
 from aiokvoffload.transfers.pointers import SlotLayout
 from aiokvoffload.transfers.worker import OffloadingWorker
 
@@ -169,19 +167,18 @@ class CPUOffloadingSpec(OffloadingSpec):
         config = self.config
         if config.enable_kv_cache_events and self.event_sink is None:
             raise ConfigurationError("enable_kv_cache_events is on, but nobody takes the events; give event_sink")
-        manager: OffloadingManager = CPUOffloadingManager(
-            self.block_count,
-            policy=config.eviction_policy,
-            groups=self.groups,
-            block_size_factor=self.block_size_factor,
-            event_sink=self.event_sink if config.enable_kv_cache_events else None,
-            clock=self.clock,
+        return with_reuse_filter(
+            CPUOffloadingManager(
+                self.block_count,
+                policy=config.eviction_policy,
+                groups=self.groups,
+                block_size_factor=self.block_size_factor,
+                event_sink=self.event_sink if config.enable_kv_cache_events else None,
+                clock=self.clock,
+            ),
+            config.store_threshold,
+            config.max_tracker_size,
         )
-        if config.store_threshold >= 2:
-            manager = FilterReusedOffloadingManager(
-                manager, store_threshold=config.store_threshold, max_tracker_size=config.max_tracker_size
-            )
-        return manager
 
     def build_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Make the slots, a handler per direction and the worker above them."""
@@ -191,19 +188,14 @@ class CPUOffloadingSpec(OffloadingSpec):
         with ExitStack() as parts:
             device = self.device
             if device is None:
-                device = _device_of(kv_caches)
+                device = device_for_tensors(kv_caches.device.type)
                 parts.callback(device.close)
             elif isinstance(device, SimulatedDevice) and kv_caches.device.type != "cpu":
                 raise ConfigurationError(
                     f"{type(device).__name__} copies CPU memory, but the KV caches lie on {kv_caches.device}"
                 )
-            memory = PinnedMemory(self.block_count, layout.slot_bytes, device)
+            memory, worker = build_worker(layout, self.block_count, device, self.clock)
             parts.callback(memory.close)
-            handlers = {
-                direction: SingleDirectionOffloadingHandler(direction, layout, memory, device)
-                for direction in Direction
-            }
-            worker = OffloadingWorker(device, layout, handlers, self.clock)
             self.device, self.memory = device, memory
             self.parts.callback(parts.pop_all().close)
         return worker
@@ -302,12 +294,6 @@ class OffloadingSpecFactory:
             missing = ", ".join(sorted(spec_class.__abstractmethods__))
             raise ConfigurationError(f"offloading spec {spec_name!r} is abstract; it must define {missing}")
         return spec_class
-
-
-def _device_of(kv_caches: CanonicalKVCaches) -> Device:
-    if kv_caches.device.type != "cpu":
-        raise ConfigurationError(f"no device is known for KV caches on {kv_caches.device}; give device")
-    return HostDevice()
 
 
 def _describe(groups: Sequence[KVGroup]) -> list[str]:

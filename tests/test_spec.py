@@ -299,13 +299,12 @@ def test_the_policy_is_the_configured_one(policy: str, evicted: list[object]) ->
 def test_prefixes_are_counted_in_tokens_of_the_request() -> None:
     groups = [KVGroup(16, [0]), KVGroup(16, [1], kind="window", window_tokens=20)]
     engine = engine_shape(group_block_tokens=(), groups=groups, decode_context_parallel_size=2)
-    spec = cpu_spec(config_of(block_size_factor=2), engine)
+    spec = cpu_spec(config_of(slot_count=5, block_size_factor=2), engine)
     manager = spec.get_manager()
     # Of the window group, the first of three blocks is missing and not needed.
     full, window = KEYS[:3], KEYS[3:6]
-    manager.complete_store_nowait(manager.prepare_store_nowait(full[:2]))
-    manager.complete_store_nowait(manager.prepare_store_nowait(window[:2]))
-    assert manager.lookup_prefix_nowait([*full, *window], group_sizes=[3, 3]) == 2 * 64
+    manager.complete_store_nowait(manager.prepare_store_nowait([*full, *window[1:]]))
+    assert manager.lookup_prefix_nowait([*full, *window], group_sizes=[3, 3]) == 3 * 64
 
 
 def test_events_go_to_the_sink_if_they_are_enabled() -> None:
@@ -347,7 +346,7 @@ def test_without_a_device_tensors_decide() -> None:
 @pytest.mark.parametrize(
     ("device", "message"),
     [
-        (None, "no device is known for KV caches on meta; give device"),
+        (None, "no device is known for KV caches on 'meta'; known: cpu; or give device"),
         (ManualDevice(), "ManualDevice copies CPU memory, but the KV caches lie on meta"),
     ],
 )

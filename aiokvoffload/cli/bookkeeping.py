@@ -7,9 +7,8 @@ from aiokvoffload.cli.report import ReplayReport, progress
 from aiokvoffload.cli.requests import gpu_hashes_of, keys_of, requests_of
 from aiokvoffload.cli.trace import TRACE_BLOCK_TOKENS
 from aiokvoffload.clock import SystemClock
-from aiokvoffload.managers.base import OffloadingManager
 from aiokvoffload.managers.cpu import CPUOffloadingManager
-from aiokvoffload.managers.reuse import FilterReusedOffloadingManager
+from aiokvoffload.managers.reuse import with_reuse_filter
 from aiokvoffload.specs import ReqContext
 
 
@@ -23,9 +22,9 @@ def simulate(options: ReplayOptions) -> ReplayReport:
         TraceError: The trace cannot be read.
         ConfigurationError: The policy is unknown.
     """
-    manager: OffloadingManager = CPUOffloadingManager(options.cpu_blocks, policy=options.policy)
-    if options.store_threshold >= 2:
-        manager = FilterReusedOffloadingManager(manager, store_threshold=options.store_threshold)
+    manager = with_reuse_filter(
+        CPUOffloadingManager(options.cpu_blocks, policy=options.policy), options.store_threshold
+    )
     requests = requests_of(options)
     factor = options.block_size_factor
     width = TRACE_BLOCK_TOKENS * factor

@@ -13,7 +13,6 @@ import torch
 from aiokvoffload.cli.options import ReplayOptions
 from aiokvoffload.cli.pattern import BlockPattern, seeds_of
 from aiokvoffload.devices.base import SimulatedDevice, Stream
-from aiokvoffload.errors import ConfigurationError
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.managers.base import OffloadingManager
 from aiokvoffload.memory.base import HostMemory
@@ -37,20 +36,11 @@ class BlockPool:
     """
 
     def __init__(self, block_count: int) -> None:
-        self.block_count = block_count
         self._free = list(range(block_count))
         self._line: deque[_Turn] = deque()
 
     async def take(self, count: int) -> list[int]:
-        """Wait for `count` blocks and take them.
-
-        Raises:
-            ConfigurationError: There are not that many in all.
-        """
-        if count > self.block_count:
-            raise ConfigurationError(
-                f"a request needs {count} GPU blocks, but there are {self.block_count}; use --gpu-blocks {count}"
-            )
+        """Wait for `count` blocks, no more than there are in all, and take them."""
         turn = _Turn(count)
         self._line.append(turn)
         self._serve()

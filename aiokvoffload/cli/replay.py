@@ -15,6 +15,7 @@ from aiokvoffload.cli.trace import TRACE_BLOCK_TOKENS, TraceRequest
 from aiokvoffload.clock import SystemClock
 from aiokvoffload.devices.base import SimulatedDevice
 from aiokvoffload.devices.host import HostDevice
+from aiokvoffload.errors import ConfigurationError
 from aiokvoffload.kv_caches import CanonicalKVCaches
 from aiokvoffload.offloader import Offloader, open_offloader
 from aiokvoffload.specs import LookupResult, ReqContext
@@ -29,6 +30,9 @@ class Replay:
     Args:
         options: What to replay, and how.
         requests: The requests, in the order of their arrival.
+
+    Raises:
+        ConfigurationError: A request needs more GPU blocks than there are.
     """
 
     def __init__(self, options: ReplayOptions, requests: Sequence[TraceRequest]) -> None:
@@ -36,6 +40,10 @@ class Replay:
         self._requests = requests
         longest = max(len(request.hash_ids) for request in requests)
         block_count = options.gpu_blocks or max(options.block_size_factor, options.concurrency * longest)
+        if longest > block_count:
+            raise ConfigurationError(
+                f"a request needs {longest} GPU blocks, but there are {block_count}; use --gpu-blocks {longest} or more"
+            )
         self._clock = SystemClock()
         self._device: SimulatedDevice = HostDevice()
         if options.check_order:

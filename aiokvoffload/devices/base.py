@@ -14,7 +14,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from aiokvoffload.errors import DeviceError, InvalidRequestError
+from aiokvoffload.errors import ConfigurationError, DeviceError, InvalidRequestError
 from aiokvoffload.registry import Registry
 
 
@@ -169,3 +169,18 @@ class SimulatedDevice(Device):
 DEVICES: Registry[Device] = Registry(
     "device", Device, {"host": "aiokvoffload.devices.host:HostDevice"}, "aiokvoffload.devices"
 )
+
+_NAME_OF_TENSORS = {"cpu": "host"}
+
+
+def device_for_tensors(kind: str) -> Device:
+    """Return a new device for tensors on a kind of torch device, such as "cpu".
+
+    Raises:
+        ConfigurationError: No device is known for them.
+    """
+    name = _NAME_OF_TENSORS.get(kind)
+    if name is None:
+        known = ", ".join(_NAME_OF_TENSORS)
+        raise ConfigurationError(f"no device is known for KV caches on {kind!r}; known: {known}; or give device")
+    return DEVICES.resolve(name)()

@@ -20,6 +20,8 @@ from aiokvoffload.specs import (
     Ticket,
 )
 
+MAX_TRACKER_SIZE = 64_000
+
 
 @dataclass(slots=True)
 class _Uses:
@@ -43,7 +45,9 @@ class FilterReusedOffloadingManager(OffloadingManager):
         ConfigurationError: The threshold or the size filters nothing, or everything.
     """
 
-    def __init__(self, backing: OffloadingManager, *, store_threshold: int = 2, max_tracker_size: int = 64_000) -> None:
+    def __init__(
+        self, backing: OffloadingManager, *, store_threshold: int = 2, max_tracker_size: int = MAX_TRACKER_SIZE
+    ) -> None:
         super().__init__(backing.clock)
         if store_threshold < 2:
             raise ConfigurationError(
@@ -193,3 +197,12 @@ class FilterReusedOffloadingManager(OffloadingManager):
                 uses.count += 1
                 uses.tick = tick
                 self._uses.move_to_end(key)
+
+
+def with_reuse_filter(
+    manager: OffloadingManager, store_threshold: int, max_tracker_size: int = MAX_TRACKER_SIZE
+) -> OffloadingManager:
+    """Return `manager` behind a filter, or just `manager` for a threshold of 0 or 1, which filters nothing."""
+    if store_threshold in (0, 1):
+        return manager
+    return FilterReusedOffloadingManager(manager, store_threshold=store_threshold, max_tracker_size=max_tracker_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from aiokvoffload.errors import ConfigurationError
+from aiokvoffload.transfers.worker import LANDING_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,7 @@ class Deadlines:
         drain_seconds: How long closing waits for copies under way.
     """
 
-    landing_seconds: float = 30.0
+    landing_seconds: float = LANDING_SECONDS
     pending_seconds: float = 10.0
     drain_seconds: float = 5.0
 

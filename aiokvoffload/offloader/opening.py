@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from aiokvoffload.clock import Clock, SystemClock
-from aiokvoffload.devices.base import DEVICES, Device, Direction
+from aiokvoffload.devices.base import DEVICES, Device, device_for_tensors
 from aiokvoffload.errors import BlocksInFlightError, ConfigurationError, StateError
 from aiokvoffload.keys import CacheIdentity
 from aiokvoffload.kv_caches import CanonicalKVCaches
-from aiokvoffload.managers.base import OffloadingManager
 from aiokvoffload.managers.cpu import CPUOffloadingManager
-from aiokvoffload.managers.reuse import FilterReusedOffloadingManager
-from aiokvoffload.memory.pinned import PinnedMemory
+from aiokvoffload.managers.reuse import with_reuse_filter
 from aiokvoffload.offloader.aio import Offloader
 from aiokvoffload.offloader.deadlines import Deadlines
 from aiokvoffload.offloader.machine import Parts
 from aiokvoffload.offloader.subscriptions import EventHub
 from aiokvoffload.offloader.sync import SyncOffloader
 from aiokvoffload.policies.base import CachePolicy
-from aiokvoffload.transfers.device_host import SingleDirectionOffloadingHandler
+from aiokvoffload.transfers.assembly import build_worker
 from aiokvoffload.transfers.pointers import SlotLayout
-from aiokvoffload.transfers.worker import OffloadingWorker
 
 if TYPE_CHECKING:
     import torch
 
 _logger = logging.getLogger(__name__)
-_DEVICE_OF_TENSORS = {"cpu": "host"}
 
 
 class OffloaderContext:
@@ -174,55 +171,45 @@ def build_parts(
             f"cpu_bytes is {cpu_bytes}, but one block of {block_size_factor} GPU blocks needs {layout.slot_bytes}"
         )
     hub = EventHub()
-    manager: OffloadingManager = CPUOffloadingManager(
-        block_count,
-        policy=policy,
-        groups=kv_caches.groups,
-        block_size_factor=block_size_factor,
-        event_sink=hub,
-        clock=clock,
+    manager = with_reuse_filter(
+        CPUOffloadingManager(
+            block_count,
+            policy=policy,
+            groups=kv_caches.groups,
+            block_size_factor=block_size_factor,
+            event_sink=hub,
+            clock=clock,
+        ),
+        store_threshold,
     )
-    if store_threshold >= 2:
-        manager = FilterReusedOffloadingManager(manager, store_threshold=store_threshold)
-    used_device = device if isinstance(device, Device) else _device_for(kv_caches, device)
-    memory = PinnedMemory(block_count, layout.slot_bytes, used_device)
+    with ExitStack() as stack:
+        if isinstance(device, Device):
+            used_device = device
+        else:
+            used_device = device_for_tensors(kv_caches.device.type) if device is None else DEVICES.resolve(device)()
+            stack.callback(used_device.close)
+        stream = None if compute_stream is None else used_device.adopt_stream(compute_stream)
+        memory, worker = build_worker(
+            layout, block_count, used_device, clock, landing_seconds=deadlines.landing_seconds
+        )
+        stack.pop_all()
     return Parts(
         layout=layout,
         memory=memory,
         device=used_device,
         is_own_device=used_device is not device,
         manager=manager,
-        worker=OffloadingWorker(
-            used_device,
-            layout,
-            {
-                direction: SingleDirectionOffloadingHandler(direction, layout, memory, used_device)
-                for direction in Direction
-            },
-            clock,
-            landing_seconds=deadlines.landing_seconds,
-        ),
+        worker=worker,
         identity=replace(
             identity,
             page_bytes=kv_caches.group_page_bytes,
             block_tokens=tuple(group.block_tokens * block_size_factor for group in kv_caches.groups),
         ),
-        compute_stream=None if compute_stream is None else used_device.adopt_stream(compute_stream),
+        compute_stream=stream,
         clock=clock,
         deadlines=deadlines,
         hub=hub,
     )
-
-
-def _device_for(kv_caches: CanonicalKVCaches, name: str | None) -> Device:
-    if name is None:
-        kind = kv_caches.device.type
-        name = _DEVICE_OF_TENSORS.get(kind)
-        if name is None:
-            raise ConfigurationError(
-                f"there is no device for tensors on {kind!r}; known: {', '.join(_DEVICE_OF_TENSORS)}; or pass device="
-            )
-    return DEVICES.resolve(name)()
 
 
 def _raise_unless(error: BaseException | None, exc: BlocksInFlightError) -> None:

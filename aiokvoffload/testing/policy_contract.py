@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,8 +18,10 @@ from aiokvoffload.keys import OffloadKey
 from aiokvoffload.policies.base import Access, CachePolicy
 from aiokvoffload.testing.strategies import accesses, make_keys
 
+_Answer = TypeVar("_Answer")
+
 CONTRACT_SETTINGS = settings(
-    derandomize=True, database=None, deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow]
+    derandomize=True, database=None, deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
 )
 """The same examples in every run, and nothing written to the file system."""
 
@@ -398,7 +400,80 @@ class PolicyContract(ABC):
         assert cost(many) <= 2 * cost(few)
 
 
-def _play(policy: CachePolicy, data: st.DataObject) -> None:
+def play_beside(
+    policy: CachePolicy, other: CachePolicy, data: st.DataObject, check: Callable[[], None] = lambda: None
+) -> None:
+    """Play any calls that the contract allows on two policies, which must agree on who leaves and when.
+
+    Args:
+        policy: The policy under test.
+        other: A model of it, of the same capacity.
+        data: Where the calls are drawn from.
+        check: Called after every call.
+    """
+
+    def check_both() -> None:
+        assert order_of(policy) == order_of(other)
+        check()
+
+    _play(_Both(policy, other), data, check_both)
+
+
+class _Both(CachePolicy):
+    """Makes each call on two policies."""
+
+    def __init__(self, policy: CachePolicy, other: CachePolicy) -> None:
+        super().__init__(policy.capacity)
+        self._policies = (policy, other)
+
+    @property
+    def evictable_count(self) -> int:
+        return self._same([policy.evictable_count for policy in self._policies])
+
+    def insert(self, slots: Sequence[int], keys: Sequence[OffloadKey], access: Access) -> None:
+        for policy in self._policies:
+            policy.insert(slots, keys, access)
+
+    def touch(self, slots: Sequence[int], access: Access) -> None:
+        for policy in self._policies:
+            policy.touch(slots, access)
+
+    def miss(self, keys: Sequence[OffloadKey], access: Access) -> None:
+        for policy in self._policies:
+            policy.miss(keys, access)
+
+    def pin(self, slots: Collection[int]) -> None:
+        for policy in self._policies:
+            policy.pin(slots)
+
+    def unpin(self, slots: Collection[int]) -> None:
+        for policy in self._policies:
+            policy.unpin(slots)
+
+    def demote(self, slots: Sequence[int]) -> None:
+        for policy in self._policies:
+            policy.demote(slots)
+
+    def coldest(self, count: int) -> list[int]:
+        return self._same([policy.coldest(count) for policy in self._policies])
+
+    def evict(self, count: int, protected: Collection[int] = ()) -> list[int] | None:
+        return self._same([policy.evict(count, protected) for policy in self._policies])
+
+    def remove(self, slots: Collection[int]) -> None:
+        for policy in self._policies:
+            policy.remove(slots)
+
+    def clear(self) -> None:
+        for policy in self._policies:
+            policy.clear()
+
+    def _same(self, answers: list[_Answer]) -> _Answer:
+        assert answers[0] == answers[1]
+        return answers[0]
+
+
+def _play(policy: CachePolicy, data: st.DataObject, check: Callable[[], None] = lambda: None) -> None:
     """Play any calls that the contract allows, beside two sets: the resident slots and the pinned ones."""
     resident: dict[int, OffloadKey] = {}
     pinned: set[int] = set()
@@ -407,8 +482,7 @@ def _play(policy: CachePolicy, data: st.DataObject) -> None:
 
     def some(slots: Iterable[int]) -> list[int]:
         candidates = sorted(slots)
-        chosen = data.draw(st.lists(st.sampled_from(candidates), unique=True)) if candidates else []
-        return chosen
+        return data.draw(st.lists(st.sampled_from(candidates), unique=True)) if candidates else []
 
     for _ in range(data.draw(st.integers(0, 30), label="steps")):
         match data.draw(st.sampled_from(_CALLS), label="call"):
@@ -454,22 +528,13 @@ def _play(policy: CachePolicy, data: st.DataObject) -> None:
                 pinned.clear()
         assert policy.evictable_count == len(resident) - len(pinned)
         assert sorted(order_of(policy)) == sorted(set(resident) - pinned)
+        check()
 
 
 _CALLS = [
-    "insert",
-    "insert",
-    "unpin",
-    "unpin",
-    "touch",
-    "touch",
-    "miss",
-    "pin",
-    "demote",
-    "evict",
-    "evict",
-    "remove",
-] + ["clear"]
+    *("insert", "unpin", "touch", "evict") * 2,
+    *("miss", "pin", "demote", "remove", "clear"),
+]
 
 
 def _evict(

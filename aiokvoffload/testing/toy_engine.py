@@ -27,6 +27,8 @@ from aiokvoffload.testing.order import OrderChecker
 from aiokvoffload.testing.toy_blocks import ToyBlocks
 
 _KEPT_CONVERSATIONS = 8
+_Place = tuple[OffloadKey, bytes]
+"""Where a load finds a GPU block: the offloaded block, and which block of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,7 @@ class ToyWorkload:
         follow_up_chance: That it goes on with a conversation that was finished.
         fence_chance: That a request does not wait for its load but runs behind a fence.
         impatience_chance: That a load stops waiting for blocks which are still being written.
+        forget_chance: That the prefix cache of the GPU is emptied.
         preempt_chance: That a running request is put back into the queue.
         abort_chance: That a request is aborted.
         reset_chance: That CPU memory is emptied.
@@ -64,8 +67,9 @@ class ToyWorkload:
     follow_up_chance: float = 0.4
     fence_chance: float = 0.5
     impatience_chance: float = 0.1
+    forget_chance: float = 0.1
     preempt_chance: float = 0.05
-    abort_chance: float = 0.05
+    abort_chance: float = 0.1
     reset_chance: float = 0.005
     bump_chance: float = 0.005
 
@@ -176,7 +180,7 @@ class ToyEngine:
         self._conversations: deque[list[int]] = deque(maxlen=_KEPT_CONVERSATIONS)
         self._numbers = itertools.count()
         self._generation = self._epoch = 0
-        self._loading: dict[bytes, tuple[int, TransferHandle]] = {}
+        self._loading: dict[_Place, tuple[int, TransferHandle]] = {}
         self._failed_checks: list[_Check] = []
         self._watch(kv_caches)
 
@@ -209,6 +213,8 @@ class ToyEngine:
             self._preempt(self._random.choice(self.running))
         if (self.running or self.waiting) and self._chance(workload.abort_chance):
             self._abort(self._random.choice([*self.running, *self.waiting]))
+        if self._chance(workload.forget_chance):
+            self.blocks.forget()
         if self._chance(workload.reset_chance):
             self._reset()
         if self._chance(workload.bump_chance):
@@ -268,26 +274,28 @@ class ToyEngine:
     def _start_load(self, request: ToyRequest, ticket: LoadTicket) -> bool:
         """Load behind the blocks that the GPU has; False if there are not enough blocks to load into.
 
-        A block that is being loaded for another request is shared: the copies join.
+        A block that is being loaded for another request from the same place is shared: the copies join.
         """
         first, size = ticket.block_indices[0], ticket.group_sizes[0]
-        wanted = request.hashes[first : first + size]
-        shared: dict[bytes, int] = {}
-        for block_hash in wanted:
-            block, load = self._loading.get(block_hash, (-1, None))
+        keys = self._keys(request.hashes)
+        # One GPU block can lie in several offloaded blocks, behind which the requests part.
+        wanted = [(keys[index // self._factor], request.hashes[index]) for index in range(first, first + size)]
+        shared: dict[_Place, int] = {}
+        for place in wanted:
+            block, load = self._loading.get(place, (-1, None))
             if load is not None and not load.is_settled and request.generation == self._generation:
-                shared[block_hash] = block
+                shared[place] = block
         fresh = self.blocks.allocate(size - len(shared))
         if fresh is None:
             return False
         self.blocks.refer_to(shared.values())
-        blocks = [shared[block_hash] if block_hash in shared else fresh.pop() for block_hash in wanted]
+        blocks = [shared[place] if place in shared else fresh.pop() for place in wanted]
         request.blocks[first:] = blocks
         request.load = ticket.start(blocks)
         self.blocks.follow(request.load)
-        for block_hash, block in zip(wanted, blocks, strict=True):
-            if request.generation == self._generation and block_hash not in shared:
-                self._loading[block_hash] = block, request.load
+        for place, block in zip(wanted, blocks, strict=True):
+            if request.generation == self._generation and place not in shared:
+                self._loading[place] = block, request.load
         self.counts["loads"] += 1
         self.counts["shared blocks"] += len(shared)
         return True
@@ -317,8 +325,6 @@ class ToyEngine:
         if request.load is None:
             self._store(request, first=0, filtered=False)
             request.known_blocks = max(request.known_blocks, request.computed_blocks)
-        else:
-            request.load.cancel()
         self._leave(request)
         self.running.remove(request)
         self.waiting.appendleft(request)
@@ -332,6 +338,8 @@ class ToyEngine:
         """Let go of all that a request holds; what is still being copied becomes free when that is over."""
         if request.ticket is not None:
             request.ticket.abort()
+        if request.load is not None:
+            self.counts["withdrawn loads"] += request.load.cancel()
         self.blocks.release(request.blocks)
         request.ticket = request.load = None
         request.blocks = []

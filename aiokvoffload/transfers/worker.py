@@ -22,6 +22,7 @@ from aiokvoffload.transfers.device_host import SingleDirectionOffloadingHandler
 from aiokvoffload.transfers.pointers import SlotLayout
 
 MAX_PASSED_OVER = 8
+LANDING_SECONDS = 30.0
 _ASSUMED_BYTES_PER_SECOND = 8e9
 _BANDWIDTH_WEIGHT = 0.2
 
@@ -48,7 +49,7 @@ class OffloadingWorker:
         *,
         streams_per_direction: int = 2,
         in_flight_bytes: int = 1 << 30,
-        landing_seconds: float = 30.0,
+        landing_seconds: float = LANDING_SECONDS,
     ) -> None:
         self._device = device
         self._layout = layout

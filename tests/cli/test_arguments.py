@@ -174,7 +174,7 @@ def test_no_module_of_the_command_line_imports_torch_or_rich() -> None:
         "from aiokvoffload.cli import arguments, options, pattern, report, stall, trace, workload\n"
         "print(sorted({name.partition('.')[0] for name in sys.modules} & {'torch', 'rich', 'trio'}))"
     )
-    done = subprocess.run(  # noqa: S603
+    done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
     )
     assert done.stdout == "[]\n"

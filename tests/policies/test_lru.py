@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiokvoffload.policies.base import Access
 from aiokvoffload.policies.lru import LRUPolicy
+from aiokvoffload.policies.ranking import LEAF_SLOTS
 from aiokvoffload.testing.models import LRUModel
-from aiokvoffload.testing.policy_contract import PolicyContract
+from aiokvoffload.testing.policy_contract import CONTRACT_SETTINGS, PolicyContract, fill, order_of, play_beside
 
 
 class TestLRU(PolicyContract):
@@ -13,3 +19,50 @@ class TestLRU(PolicyContract):
 class TestLRUModel(PolicyContract):
     def make_policy(self, capacity: int) -> LRUModel:
         return LRUModel(capacity)
+
+    @pytest.mark.skip("a model is slow on purpose")
+    def test_costs_follow_the_batch(self, kind: str) -> None: ...
+
+
+@CONTRACT_SETTINGS
+@given(st.data())
+def test_lru_leaves_as_its_model(data: st.DataObject) -> None:
+    play_beside(LRUPolicy(10), LRUModel(10), data)
+
+
+def test_the_oldest_request_loses_its_deepest_block_first() -> None:
+    policy = LRUPolicy(9)
+    fill(policy, [0, 1, 2], Access(1, depths=[16, 32, 48]))
+    fill(policy, [3, 4, 5], Access(2, depths=[16, 32, 48]))
+    assert order_of(policy) == [2, 1, 0, 5, 4, 3]
+    policy.touch([0, 1], Access(3, depths=[16, 32]))
+    fill(policy, [6, 7, 8], Access(3, depths=[48, 64, 80]))
+    assert order_of(policy) == [2, 5, 4, 3, 8, 7, 6, 1, 0]
+
+
+def test_what_a_request_stores_later_stands_at_its_access() -> None:
+    policy = LRUPolicy(4)
+    fill(policy, [0], Access(1, depths=[16]))
+    fill(policy, [1], Access(2, depths=[16]))
+    fill(policy, [2, 3], Access(1, depths=[32, 48]))
+    assert order_of(policy) == [3, 2, 0, 1]
+
+
+def test_siblings_of_other_groups_leave_together() -> None:
+    policy = LRUPolicy(6)
+    fill(policy, range(6), Access(1, depths=[16, 32, 48, 16, 32, 48]))
+    assert order_of(policy) == [2, 5, 1, 4, 0, 3]
+
+
+def test_a_pin_of_many_leaves_the_rest_in_order() -> None:
+    size = 6 * LEAF_SLOTS
+    policy = LRUPolicy(size)
+    fill(policy, range(size), Access(1))
+    policy.pin(range(0, size, 3))
+    assert order_of(policy) == [slot for slot in range(size) if slot % 3]
+    assert (
+        policy.evict(size // 2, protected=range(1, size // 4, 3))
+        == [slot for slot in range(size) if slot % 3 == 2 or (slot % 3 == 1 and slot >= size // 4)][: size // 2]
+    )
+    policy.unpin(range(0, size, 3))
+    assert order_of(policy)[: size // 12] == [slot for slot in range(size) if slot % 3 != 2][: size // 12]

@@ -1,0 +1,37 @@
+"""Puts memory, handlers and worker together."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from aiokvoffload.clock import Clock
+from aiokvoffload.devices.base import Device, Direction
+from aiokvoffload.memory.base import HostMemory
+from aiokvoffload.memory.pinned import PinnedMemory
+from aiokvoffload.transfers.device_host import SingleDirectionOffloadingHandler
+from aiokvoffload.transfers.pointers import SlotLayout
+from aiokvoffload.transfers.worker import LANDING_SECONDS, OffloadingWorker
+
+
+def build_worker(
+    layout: SlotLayout,
+    slot_count: int,
+    device: Device,
+    clock: Clock,
+    *,
+    landing_seconds: float = LANDING_SECONDS,
+) -> tuple[HostMemory, OffloadingWorker]:
+    """Return slots in pinned memory and the worker that fills and empties them; the caller closes the memory.
+
+    Raises:
+        ConfigurationError: The machine cannot give that much memory.
+    """
+    with ExitStack() as stack:
+        memory = PinnedMemory(slot_count, layout.slot_bytes, device)
+        stack.callback(memory.close)
+        handlers = {
+            direction: SingleDirectionOffloadingHandler(direction, layout, memory, device) for direction in Direction
+        }
+        worker = OffloadingWorker(device, layout, handlers, clock, landing_seconds=landing_seconds)
+        stack.pop_all()
+    return memory, worker
