@@ -11,7 +11,8 @@ from anyio.lowlevel import checkpoint_if_cancelled
 from aiokvoffload.errors import BlocksInFlightError, ClosedError, StateError
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.offloader.handles import TransferHandle
-from aiokvoffload.offloader.machine import After, OffloaderMachine, Parts
+from aiokvoffload.offloader.machine import After, OffloaderMachine
+from aiokvoffload.offloader.parts import Parts
 from aiokvoffload.offloader.subscriptions import DEFAULT_EVENT_BUFFER, EventStream
 from aiokvoffload.specs import LookupResult, ReqContext, StoreOutcome, TransferResult
 from aiokvoffload.transfers.poller import Poller, PollStep
@@ -23,6 +24,9 @@ class Offloader(OffloaderMachine):
     An `await store(...)` or `await load(...)` ends, also by cancellation or error, only when no copy touches its
     GPU blocks any more: copies that are not sent are taken back, sent ones are waited for, at most
     `Deadlines.landing_seconds`. Made by `open_offloader`.
+
+    A task in the background polls. Code that blocks the loop for long may call `poll()` in between, which returns the
+    handles that it found ended itself.
     """
 
     def __init__(self, parts: Parts) -> None:

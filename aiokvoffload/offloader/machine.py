@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aiokvoffload.clock import Clock
-from aiokvoffload.devices.base import Device, Direction, Event, Stream
+from aiokvoffload.devices.base import Direction, Event, Stream
 from aiokvoffload.errors import StateError
 from aiokvoffload.keys import (
     CacheIdentity,
@@ -24,12 +22,10 @@ from aiokvoffload.keys import (
     offload_keys,
     root_hash,
 )
-from aiokvoffload.managers.base import ManagerStatistics, OffloadingManager
-from aiokvoffload.memory.base import HostMemory
-from aiokvoffload.offloader.deadlines import Deadlines
 from aiokvoffload.offloader.handles import TransferHandle
+from aiokvoffload.offloader.parts import Parts
 from aiokvoffload.offloader.shapes import BlockShapes
-from aiokvoffload.offloader.subscriptions import EventHub
+from aiokvoffload.offloader.statistics import OffloaderStatistics
 from aiokvoffload.offloader.tickets import LoadTicket
 from aiokvoffload.offloader.waiting import Watchers
 from aiokvoffload.ownership import Owner
@@ -43,9 +39,7 @@ from aiokvoffload.specs import (
     StoreOutcome,
 )
 from aiokvoffload.transfers.base import Transfer
-from aiokvoffload.transfers.pointers import SlotLayout
 from aiokvoffload.transfers.poller import PollStep
-from aiokvoffload.transfers.worker import OffloadingWorker
 
 _logger = logging.getLogger(__name__)
 _PAUSE_SECONDS = 0.001
@@ -60,52 +54,6 @@ class AlreadyDone(Enum):
 ALREADY_DONE = AlreadyDone.ALREADY_DONE
 After = Stream | Event | AlreadyDone | object | None
 """What the copies wait for: a stream (all that is on it now), an event, nothing, or by default the compute stream."""
-
-
-@dataclass(frozen=True, slots=True)
-class OffloaderStatistics:
-    """What an offloader has done and is doing.
-
-    Attributes:
-        manager: Where the slots are.
-        queued_transfers: Not sent yet.
-        sent_transfers: Sent and not landed.
-        in_flight_bytes: Bytes sent and not landed.
-        stored_bytes: Bytes landed in CPU memory.
-        loaded_bytes: Bytes landed in GPU memory.
-        store_seconds: Device time of the stores.
-        load_seconds: Device time of the loads.
-        joined_blocks: GPU blocks whose load joined a copy under way.
-        fault: Why everything is now a miss and a refusal; None while all is well.
-    """
-
-    manager: ManagerStatistics
-    queued_transfers: int
-    sent_transfers: int
-    in_flight_bytes: int
-    stored_bytes: int
-    loaded_bytes: int
-    store_seconds: float
-    load_seconds: float
-    joined_blocks: int
-    fault: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What an offloader is made of; see `open_parts`."""
-
-    layout: SlotLayout
-    memory: HostMemory
-    device: Device
-    is_own_device: bool
-    manager: OffloadingManager
-    worker: OffloadingWorker
-    identity: CacheIdentity
-    compute_stream: Stream | None
-    clock: Clock
-    deadlines: Deadlines
-    hub: EventHub = field(default_factory=EventHub)
 
 
 class OffloaderMachine:
@@ -200,6 +148,7 @@ class OffloaderMachine:
         blocks = self.shapes.check_blocks(gpu_blocks, len(keys) * self.block_size_factor)
         if self._fault is not None:
             return TransferHandle(self, outcomes=(StoreOutcome.REFUSED,) * len(keys)).finish_empty()
+        event = self._event_for(after)
         ticket = self.manager.prepare_store_nowait(
             keys,
             ctx,
@@ -214,7 +163,7 @@ class OffloaderMachine:
         stored, counts = self.shapes.blocks_to_store(keys, blocks, ticket.keys_to_store)
         gpu_spec = GPULoadStoreSpec(stored, counts, [0] * len(counts))
         handle = TransferHandle(self, stored, outcomes)
-        self._launch(handle, Direction.STORE, gpu_spec, ticket, after)
+        self._launch(handle, Direction.STORE, gpu_spec, ticket, event)
         return handle
 
     # Loading
@@ -258,12 +207,13 @@ class OffloaderMachine:
         self._check()
         blocks = self.shapes.check_blocks(gpu_blocks, sum(group_sizes))
         self.shapes.check_distinct_blocks(blocks, group_sizes)
+        event = self._event_for(after)
         if not ticket.slots:
             self.manager.complete_load_nowait(ticket)
             return TransferHandle(self).finish_empty()
         gpu_spec = GPULoadStoreSpec(blocks, group_sizes, block_indices)
         handle = TransferHandle(self, blocks, token_count=token_count)
-        self._launch(handle, Direction.LOAD, gpu_spec, ticket, after)
+        self._launch(handle, Direction.LOAD, gpu_spec, ticket, event)
         return handle
 
     # Moving on
@@ -386,7 +336,7 @@ class OffloaderMachine:
         direction: Direction,
         gpu_spec: GPULoadStoreSpec,
         ticket: PrepareStoreOutput | PrepareLoadOutput,
-        after: After,
+        event: Event | None,
     ) -> None:
         """Hand a transfer to the worker; if that fails, the ticket is closed."""
 
@@ -401,7 +351,6 @@ class OffloaderMachine:
 
         lease = ticket.lease()
         try:
-            event = self._event_for(after)
             cpu_spec = CPULoadStoreSpec(ticket.slots)
             self._worker.submit(handle.launch(direction, gpu_spec, cpu_spec, event, lease, close))
         except BaseException:

@@ -388,10 +388,10 @@ class ToyEngine:
         def work() -> None:
             for layer, pages in enumerate(self._pages):
                 for block, block_hash, load in reads:
-                    if not np.array_equal(pages[block], _content(block_hash, layer, epoch, pages.shape[1])):
+                    if not np.array_equal(pages[block], block_content(block_hash, layer, epoch, pages.shape[1])):
                         self._failed_checks.append(_Check(block, load))
                 for write in writes:
-                    content = _content(write.block_hash, layer, epoch, pages.shape[1])
+                    content = block_content(write.block_hash, layer, epoch, pages.shape[1])
                     written = pages[write.block].reshape(block_tokens, -1)
                     written[write.tokens] = content.reshape(block_tokens, -1)[write.tokens]
             self.counts["verified blocks"] += len(reads)
@@ -484,7 +484,7 @@ class ToyEngine:
 
 
 @lru_cache(maxsize=4096)
-def _content(block_hash: bytes, layer: int, epoch: int, byte_count: int) -> np.ndarray[tuple[int], np.dtype[np.int8]]:
+def block_content(block_hash: bytes, layer: int, epoch: int, byte_count: int) -> np.ndarray[tuple[int], np.dtype[np.int8]]:
     """Return what a layer of a block holds in an epoch."""
     digest = shake_128(block_hash + bytes([layer]) + epoch.to_bytes(4, "big")).digest(byte_count)
     return np.frombuffer(digest, np.int8)

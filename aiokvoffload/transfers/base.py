@@ -63,6 +63,7 @@ class Transfer:
         "start_event",
         "state",
         "stream",
+        "submitted_at",
         "waits_for",
     )
 
@@ -91,6 +92,7 @@ class Transfer:
         self.error: str | None = None
         self.byte_count = 0
         self.seconds = 0.0
+        self.submitted_at = 0.0
         self.sent_at = 0.0
         self.passed_over_count = 0
         self.resources: Collection[int] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from aiokvoffload.devices.base import CopyPlan, Device, Direction, Event, Stream
+from aiokvoffload.devices.base import CopyPlan, Device, Direction, Stream
 from aiokvoffload.memory.base import HostMemory
 from aiokvoffload.specs import CPULoadStoreSpec, GPULoadStoreSpec
 from aiokvoffload.transfers.pointers import SlotLayout
@@ -37,12 +37,10 @@ class SingleDirectionOffloadingHandler:
         """
         return self._layout.plan(gpu_spec, cpu_spec, self.direction, self._memory, keep)
 
-    def send(self, plan: CopyPlan, stream: Stream) -> tuple[Event, Event]:
-        """Put copies on a stream and return the events before and after them.
+    def send(self, plan: CopyPlan, stream: Stream) -> None:
+        """Put copies on a stream.
 
         Raises:
             DeviceError: The device refused them; then none of them runs.
         """
-        start = self._device.record(stream)
         self._device.copy_batch(plan, stream)
-        return start, self._device.record(stream)

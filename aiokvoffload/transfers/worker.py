@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
 
 from aiokvoffload.clock import Clock
-from aiokvoffload.devices.base import CopyPlan, Device, Direction, Stream
+from aiokvoffload.devices.base import CopyPlan, Device, Direction, Event, Stream
 from aiokvoffload.errors import DeviceError
 from aiokvoffload.transfers.base import Transfer, TransferState
 from aiokvoffload.transfers.device_host import SingleDirectionOffloadingHandler
@@ -23,6 +24,9 @@ from aiokvoffload.transfers.pointers import SlotLayout
 
 MAX_PASSED_OVER = 8
 LANDING_SECONDS = 30.0
+Place = tuple[int, int]
+"""KV group, and `slot * factor + sub-block`."""
+
 _ASSUMED_BYTES_PER_SECOND = 8e9
 _BANDWIDTH_WEIGHT = 0.2
 
@@ -37,7 +41,8 @@ class OffloadingWorker:
         clock: Where deadlines are read.
         streams_per_direction: Streams of each direction.
         in_flight_bytes: How much may be sent and not landed; one transfer always may.
-        landing_seconds: A transfer not landed this long after it was sent is overdue.
+        landing_seconds: A transfer not landed this long after it was sent is overdue; one not sent this long after it
+            was submitted has failed.
     """
 
     def __init__(
@@ -70,7 +75,7 @@ class OffloadingWorker:
         self._plans: dict[Transfer, CopyPlan] = {}
         self._joiners: list[Transfer] = []
         self._users: defaultdict[int, list[Transfer]] = defaultdict(list)
-        self._last_load_into: dict[int, tuple[Transfer, tuple[int, int, int]]] = {}
+        self._last_load_into: dict[int, tuple[Transfer, set[Place]]] = {}
         self._bytes_per_second = dict.fromkeys(Direction, _ASSUMED_BYTES_PER_SECOND)
         self._last_job_id = 0
         self._finished: list[Transfer] = []
@@ -96,18 +101,21 @@ class OffloadingWorker:
             InvalidRequestError: Its two ends do not fit; then nothing was taken over.
         """
         handler = self._handlers[transfer.direction]
-        pairs = self._layout.pairs(transfer.gpu_spec, transfer.cpu_spec)
-        joined = self._copies_under_way(transfer, pairs)
-        keep = np.array([pair[0] not in joined for pair in pairs]) if joined else None
+        places_of: defaultdict[int, set[Place]] = defaultdict(set)
+        for block, group, place in self._layout.pairs(transfer.gpu_spec, transfer.cpu_spec):
+            places_of[block].add((group, place))
+        joined = self._copies_under_way(transfer, places_of)
+        keep = ~np.isin(transfer.gpu_spec.block_ids, list(joined)) if joined else None
         plan = handler.plan(transfer.gpu_spec, transfer.cpu_spec, keep)
         self._last_job_id += 1
         transfer.job_id = self._last_job_id
+        transfer.submitted_at = self._clock.now()
         transfer.byte_count = plan.total_bytes
         transfer.joined = list(dict.fromkeys(joined.values()))
         for other in transfer.joined:
             other.joined_by_count += 1
         self.joined_block_count += len(joined)
-        self._register(transfer, [pair for pair in pairs if pair[0] not in joined])
+        self._register(transfer, {block: places for block, places in places_of.items() if block not in joined})
         self._plans[transfer] = plan
         self._queued[transfer.direction].append(transfer)
         self.send_queued()
@@ -157,6 +165,7 @@ class OffloadingWorker:
     def seconds_to_deadline(self) -> float | None:
         """Return when the next transfer becomes overdue; None if none will."""
         deadlines = [transfer.sent_at for transfer in self._under_way() if not transfer.is_overdue]
+        deadlines += [queue[0].submitted_at for queue in self._queued.values() if queue]
         return min(deadlines) + self._landing_seconds - self._clock.now() if deadlines else None
 
     def under_way(self) -> list[Transfer]:
@@ -180,24 +189,35 @@ class OffloadingWorker:
     def _under_way(self) -> list[Transfer]:
         return [transfer for sent in self._sent.values() for transfer in sent] + self._joiners
 
-    def _copies_under_way(self, transfer: Transfer, pairs: list[tuple[int, int, int]]) -> dict[int, Transfer]:
-        """Return the GPU blocks for which the same copy is under way and nothing has come after it."""
+    def _copies_under_way(self, transfer: Transfer, places_of: Mapping[int, set[Place]]) -> dict[int, Transfer]:
+        """Return the GPU blocks for which the same copies are under way and nothing has come after them."""
         if transfer.direction is Direction.STORE:
             return {}
         joined = {}
-        for pair in pairs:
-            last = self._last_load_into.get(pair[0])
-            if last is not None and last[1] == pair:
-                joined[pair[0]] = last[0]
+        for block, places in places_of.items():
+            last = self._last_load_into.get(block)
+            if last is not None and places <= last[1] and not self._is_rewritten_after(last[0], places):
+                joined[block] = last[0]
         return joined
 
-    def _register(self, transfer: Transfer, pairs: list[tuple[int, int, int]]) -> None:
+    def _is_rewritten_after(self, load: Transfer, places: set[Place]) -> bool:
+        """Return whether a store that came after `load` will change what it reads."""
+        return any(
+            user.direction is Direction.STORE and user.job_id > load.job_id
+            for _, place in places
+            for user in self._users.get(self._slot_resource(place), ())
+        )
+
+    def _slot_resource(self, place: int) -> int:
+        """Return the number of a slot among the resources, where GPU blocks have those from 0 up."""
+        return -1 - place // self._layout.block_size_factor
+
+    def _register(self, transfer: Transfer, places_of: Mapping[int, set[Place]]) -> None:
         """Note which GPU blocks and slots a transfer touches, and which earlier transfers it must wait for."""
         is_load = transfer.direction is Direction.LOAD
-        gpu_blocks = {pair[0] for pair in pairs}
-        slots = {-1 - pair[2] // self._layout.block_size_factor for pair in pairs}
+        slots = {self._slot_resource(place) for places in places_of.values() for _, place in places}
         waits_for: dict[Transfer, None] = {}
-        for resources, is_written in ((gpu_blocks, is_load), (slots, not is_load)):
+        for resources, is_written in ((places_of.keys(), is_load), (slots, not is_load)):
             for resource in resources:
                 users = self._users[resource]
                 for user in users:
@@ -205,10 +225,10 @@ class OffloadingWorker:
                         waits_for[user] = None
                 users.append(transfer)
         transfer.waits_for = list(waits_for)
-        transfer.resources = gpu_blocks | slots
+        transfer.resources = places_of.keys() | slots
         if is_load:
-            for pair in pairs:
-                self._last_load_into[pair[0]] = (transfer, pair)
+            for block, places in places_of.items():
+                self._last_load_into[block] = (transfer, places)
 
     def _next_to_send(self) -> Transfer | None:
         """Return what goes next: loads before stores, and before either what it must wait for."""
@@ -230,8 +250,8 @@ class OffloadingWorker:
         transfer.state = TransferState.SENT
         transfer.sent_at = self._clock.now()
         if not len(plan.sources):
-            self._joiners.append(transfer)
             transfer.on_sent()
+            self._end_or_wait_for_joined(transfer)
             return
         stream = min(
             self._streams[transfer.direction],
@@ -239,49 +259,70 @@ class OffloadingWorker:
         )
         try:
             for other in transfer.waits_for:
-                if not other.is_over and other.end_event is not None and other.stream is not stream:
-                    self._device.wait_event(stream, other.end_event)
+                if not other.is_over and other.stream is not None and other.stream is not stream:
+                    self._device.wait_event(stream, self._end_event(other, other.stream))
             if transfer.after is not None:
                 self._device.wait_event(stream, transfer.after)
-            transfer.start_event, transfer.end_event = self._handlers[transfer.direction].send(plan, stream)
-        except DeviceError as exc:
-            transfer.error = str(exc)
-            self._end(transfer)
+            transfer.start_event = self._device.record(stream)
+        except Exception as exc:  # noqa: BLE001  told by the transfer; nothing has been submitted
+            self._fail(transfer, exc)
             return
+        try:
+            self._handlers[transfer.direction].send(plan, stream)
+        except DeviceError as exc:
+            self._fail(transfer, exc)
+            return
+        except Exception as exc:  # noqa: BLE001  told by the transfer; the copies may be running even so
+            transfer.error = _describe(exc)
         transfer.stream = stream
         self._sent[stream].append(transfer)
         self.in_flight_bytes += transfer.byte_count
+        with suppress(Exception):  # asked for again, and then reported, when the landing is awaited
+            self._end_event(transfer, stream)
         transfer.on_sent()
+
+    def _fail(self, transfer: Transfer, exc: Exception) -> None:
+        transfer.error = _describe(exc)
+        self._end(transfer)
+
+    def _end_event(self, transfer: Transfer, stream: Stream) -> Event:
+        """Return the event after a sent transfer's own copies; if it could not be had before, a later one will do."""
+        if transfer.end_event is None:
+            transfer.end_event = self._device.record(stream)
+        return transfer.end_event
 
     def _land_heads(self, stream: Stream) -> None:
         sent = self._sent[stream]
-        while sent and self._has_landed(sent[0]):
+        while sent and self._has_landed(sent[0], stream):
             self._land(sent.popleft())
 
     def _end_joiners(self) -> None:
-        for transfer in list(self._joiners):
-            if all(other.is_over for other in transfer.joined):
-                self._joiners.remove(transfer)
-                self._end(transfer)
+        joiners, self._joiners = self._joiners, []
+        for transfer in joiners:
+            self._end_or_wait_for_joined(transfer)
 
-    def _has_landed(self, transfer: Transfer) -> bool:
-        if transfer.end_event is None:
-            return True
+    def _end_or_wait_for_joined(self, transfer: Transfer) -> None:
+        if all(other.is_over for other in transfer.joined):
+            self._end(transfer)
+        else:
+            self._joiners.append(transfer)
+
+    def _has_landed(self, transfer: Transfer, stream: Stream) -> bool:
         try:
-            return self._device.is_done(transfer.end_event)
+            return self._device.is_done(self._end_event(transfer, stream))
         except DeviceError as exc:
-            transfer.error = str(exc)
+            transfer.error = transfer.error or _describe(exc)
             return True
 
     def _land(self, transfer: Transfer) -> None:
         self.in_flight_bytes -= transfer.byte_count
-        if transfer.error is None and transfer.start_event is not None and transfer.end_event is not None:
-            transfer.seconds = self._device.elapsed_seconds(transfer.start_event, transfer.end_event)
-            self._measure(transfer)
-        if any(not other.is_over for other in transfer.joined):
-            self._joiners.append(transfer)
-        else:
-            self._end(transfer)
+        try:
+            if transfer.error is None and transfer.start_event is not None and transfer.end_event is not None:
+                transfer.seconds = self._device.elapsed_seconds(transfer.start_event, transfer.end_event)
+                self._measure(transfer)
+        finally:
+            # Whatever becomes of the measurement, the copies are over.
+            self._end_or_wait_for_joined(transfer)
 
     def _measure(self, transfer: Transfer) -> None:
         direction = transfer.direction
@@ -314,7 +355,15 @@ class OffloadingWorker:
         transfer.on_over()
 
     def _expire(self) -> None:
-        self._expire_sent_before(self._clock.now() - self._landing_seconds)
+        time = self._clock.now() - self._landing_seconds
+        self._expire_sent_before(time)
+        for queue in self._queued.values():
+            for transfer in [queued for queued in queue if queued.submitted_at <= time]:
+                # What has joined it fails with it.
+                if transfer in queue:
+                    queue.remove(transfer)
+                    transfer.error = f"it could not be sent within {self._landing_seconds:g} s"
+                    self._end(transfer)
 
     def _expire_sent_before(self, time: float) -> None:
         for transfer in self._under_way():
@@ -325,3 +374,7 @@ class OffloadingWorker:
 
 def _is_queued(transfer: Transfer) -> bool:
     return transfer.state is TransferState.QUEUED
+
+
+def _describe(exc: Exception) -> str:
+    return str(exc) or type(exc).__name__

@@ -1,0 +1,101 @@
+"""The parts of an offloader, built from plain arguments."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+
+from aiokvoffload.clock import Clock
+from aiokvoffload.devices.base import DEVICES, Device, Stream, device_for_tensors
+from aiokvoffload.errors import ConfigurationError
+from aiokvoffload.keys import CacheIdentity
+from aiokvoffload.kv_caches import CanonicalKVCaches
+from aiokvoffload.managers.base import OffloadingManager
+from aiokvoffload.managers.cpu import CPUOffloadingManager
+from aiokvoffload.managers.reuse import with_reuse_filter
+from aiokvoffload.memory.base import HostMemory
+from aiokvoffload.offloader.deadlines import Deadlines
+from aiokvoffload.offloader.subscriptions import EventHub
+from aiokvoffload.policies.base import CachePolicy
+from aiokvoffload.transfers.assembly import build_worker
+from aiokvoffload.transfers.pointers import SlotLayout
+from aiokvoffload.transfers.worker import OffloadingWorker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What an offloader is made of; see `build_parts`."""
+
+    layout: SlotLayout
+    memory: HostMemory
+    device: Device
+    is_own_device: bool
+    manager: OffloadingManager
+    worker: OffloadingWorker
+    identity: CacheIdentity
+    compute_stream: Stream | None
+    clock: Clock
+    deadlines: Deadlines
+    hub: EventHub = field(default_factory=EventHub)
+
+
+def build_parts(
+    kv_caches: CanonicalKVCaches,
+    *,
+    cpu_bytes: int,
+    block_size_factor: int,
+    identity: CacheIdentity,
+    policy: str | type[CachePolicy] | CachePolicy,
+    store_threshold: int,
+    device: Device | str | None,
+    compute_stream: object | None,
+    deadlines: Deadlines,
+    clock: Clock,
+) -> Parts:
+    """Build what an offloader is made of; arguments as in `open_offloader`."""
+    layout = SlotLayout(kv_caches, block_size_factor)
+    block_count = cpu_bytes // layout.slot_bytes
+    if block_count < 1:
+        raise ConfigurationError(
+            f"cpu_bytes is {cpu_bytes}, but one block of {block_size_factor} GPU blocks needs {layout.slot_bytes}"
+        )
+    hub = EventHub()
+    manager = with_reuse_filter(
+        CPUOffloadingManager(
+            block_count,
+            policy=policy,
+            groups=kv_caches.groups,
+            block_size_factor=block_size_factor,
+            event_sink=hub,
+            clock=clock,
+        ),
+        store_threshold,
+    )
+    with ExitStack() as stack:
+        if isinstance(device, Device):
+            used_device = device
+        else:
+            used_device = device_for_tensors(kv_caches.device.type) if device is None else DEVICES.resolve(device)()
+            stack.callback(used_device.close)
+        stream = None if compute_stream is None else used_device.adopt_stream(compute_stream)
+        memory, worker = build_worker(
+            layout, block_count, used_device, clock, landing_seconds=deadlines.landing_seconds
+        )
+        stack.pop_all()
+    return Parts(
+        layout=layout,
+        memory=memory,
+        device=used_device,
+        is_own_device=used_device is not device,
+        manager=manager,
+        worker=worker,
+        identity=replace(
+            identity,
+            page_bytes=kv_caches.group_page_bytes,
+            block_tokens=tuple(group.block_tokens * block_size_factor for group in kv_caches.groups),
+        ),
+        compute_stream=stream,
+        clock=clock,
+        deadlines=deadlines,
+        hub=hub,
+    )
