@@ -120,8 +120,10 @@ class BlockTable:
     def hold(self, slots: Sequence[int]) -> None:
         """Count one more user of each slot."""
         users = self._users
-        unused = [slot for slot in slots if not users[slot]]
-        for slot in slots:
+        unused = []
+        for slot in slots:  # one may be given twice
+            if not users[slot]:
+                unused.append(slot)
             users[slot] += 1
         if unused:
             self._policy.pin(unused)
