@@ -1,1 +1,1 @@
-"""See base.py first."""
+"""What holds the engine's blocks: streams, events, copies. `base.py` is the contract."""

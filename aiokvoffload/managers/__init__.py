@@ -1,1 +1,1 @@
-"""See base.py first."""
+"""Which key lives in which slot. `base.py` is the contract."""

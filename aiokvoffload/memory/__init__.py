@@ -1,1 +1,1 @@
-"""See base.py first."""
+"""Host memory in equal slots. `base.py` is the contract."""

@@ -1,1 +1,1 @@
-"""See base.py first."""
+"""Eviction policies: who leaves first. `base.py` is the contract."""

@@ -1,1 +1,1 @@
-"""See base.py first."""
+"""Moving bytes between GPU blocks and slots. `base.py` is one transfer, `worker.py` orders them."""
