@@ -152,9 +152,9 @@ class TransferHandle:
         )
         return self._transfer
 
-    def finish_empty(self) -> TransferHandle:
+    def finish_empty(self, transfer_type: tuple[str, str] = ("GPU", "CPU")) -> TransferHandle:
         """End a handle that has nothing to copy; for the machine."""
-        self._result = TransferResult(0, success=True, transfer_type=("GPU", "CPU"))
+        self._result = TransferResult(0, success=True, transfer_type=transfer_type, token_count=self._token_count)
         return self
 
     async def _settled(self) -> TransferResult:

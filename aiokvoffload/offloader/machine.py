@@ -214,7 +214,7 @@ class OffloaderMachine:
         event = self._event_for(after)
         if not ticket.slots:
             self.manager.complete_load_nowait(ticket)
-            return TransferHandle(self).finish_empty()
+            return TransferHandle(self, token_count=token_count).finish_empty(("CPU", "GPU"))
         gpu_spec = GPULoadStoreSpec(blocks, group_sizes, block_indices)
         handle = TransferHandle(self, blocks, token_count=token_count)
         self._launch(handle, Direction.LOAD, gpu_spec, ticket, event)

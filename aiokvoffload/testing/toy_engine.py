@@ -7,125 +7,23 @@ blocks of the prefix before, as attention does.
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
-from hashlib import shake_128
-
-import numpy as np
+from collections.abc import Sequence
 
 from aiokvoffload.devices.base import Event, Stream
-from aiokvoffload.keys import CacheIdentity, OffloadKey, block_hashes, offload_keys, root_hash
+from aiokvoffload.keys import OffloadKey, offload_keys
 from aiokvoffload.kv_caches import CanonicalKVCaches
 from aiokvoffload.offloader import LoadTicket, TransferHandle
 from aiokvoffload.offloader.machine import OffloaderMachine
-from aiokvoffload.specs import LookupResult, ReqContext
+from aiokvoffload.specs import LookupResult
 from aiokvoffload.testing.order import OrderChecker
 from aiokvoffload.testing.toy_blocks import ToyBlocks
+from aiokvoffload.testing.toy_kernel import ToyKernel, ToyRead, ToyWrite
+from aiokvoffload.testing.toy_requests import ToyArrivals, ToyRequest, ToyWorkload, make_context
 
-_KEPT_CONVERSATIONS = 8
 _Place = tuple[OffloadKey, bytes]
 """Where a load finds a GPU block: the offloaded block, and which block of it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToyWorkload:
-    """What requests look like, and how often a step brings something special; lengths are drawn up to the bound.
-
-    Attributes:
-        prefix_count: Prompts that many requests begin with.
-        prefix_blocks: Blocks of such a prompt.
-        suffix_blocks: Blocks of a prompt behind it.
-        output_blocks: Blocks to generate.
-        conversation_blocks: Conversations as long as this end.
-        most_waiting: Requests in the queue; further ones do not arrive.
-        most_running: Requests that run at the same time.
-        chunk_blocks: Blocks of a prompt that a step computes.
-        arrival_chance: That a request arrives.
-        follow_up_chance: That it goes on with a conversation that was finished.
-        fence_chance: That a request does not wait for its load but runs behind a fence.
-        impatience_chance: That a load stops waiting for blocks which are still being written.
-        forget_chance: That the prefix cache of the GPU is emptied.
-        preempt_chance: That a running request is put back into the queue.
-        abort_chance: That a request is aborted.
-        reset_chance: That CPU memory is emptied.
-        bump_chance: That the weights change.
-    """
-
-    prefix_count: int = 5
-    prefix_blocks: int = 5
-    suffix_blocks: int = 3
-    output_blocks: int = 2
-    conversation_blocks: int = 8
-    most_waiting: int = 8
-    most_running: int = 4
-    chunk_blocks: int = 2
-    arrival_chance: float = 0.5
-    follow_up_chance: float = 0.4
-    fence_chance: float = 0.5
-    impatience_chance: float = 0.1
-    forget_chance: float = 0.1
-    preempt_chance: float = 0.05
-    abort_chance: float = 0.1
-    reset_chance: float = 0.005
-    bump_chance: float = 0.005
-
-
-@dataclass(slots=True, eq=False)
-class ToyRequest:
-    """One request: what it will have computed in the end, and how far it is.
-
-    Attributes:
-        number: Counts requests.
-        ctx: Its context; a new one in each epoch.
-        tokens: Prompt and output.
-        hashes: Of all its GPU blocks.
-        known_blocks: Blocks whose tokens are known: the prompt's, and what was generated before a preemption.
-        blocks: Its GPU blocks, from the start.
-        computed_blocks: How many of them hold their content.
-        computed_tokens: Tokens that the next block holds already.
-        offered_blocks: Offloaded blocks that it need not offer any more.
-        resident_blocks: How many of its blocks came from the prefix cache of the GPU.
-        generation: Resets of the offloader before `ticket` was made.
-        ticket: Matched and pinned in CPU memory, while it waits.
-        load: Under way; what is computed behind its fence is not shown to anyone before it is good.
-        is_fenced: It runs although its load has not landed.
-    """
-
-    number: int
-    ctx: ReqContext
-    tokens: list[int]
-    hashes: list[bytes]
-    known_blocks: int
-    blocks: list[int] = field(default_factory=list)
-    computed_blocks: int = 0
-    computed_tokens: int = 0
-    offered_blocks: int = 0
-    resident_blocks: int = 0
-    generation: int = 0
-    ticket: LoadTicket | None = None
-    load: TransferHandle | None = None
-    is_fenced: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Check:
-    """A block that a step has read with the wrong content; excused if the load it came from fails."""
-
-    block: int
-    load: TransferHandle | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Write:
-    """Tokens that a step writes: the half-open range `tokens` of one block."""
-
-    block: int
-    block_hash: bytes
-    tokens: slice
 
 
 class ToyEngine:
@@ -165,22 +63,14 @@ class ToyEngine:
         self.running: list[ToyRequest] = []
         self.blocks = ToyBlocks(kv_caches.block_count, free_too_early=free_too_early)
         self._offloader = offloader
-        self._checker = checker
-        self._compute_stream = compute_stream
+        self._kernel = ToyKernel(kv_caches, offloader.memory, checker, compute_stream)
         self._random = source
         self._workload = workload or ToyWorkload()
         self._factor = offloader.block_size_factor
         self._block_tokens = kv_caches.groups[0].block_tokens
-        self._pages = [canonical.tensor.numpy() for canonical in kv_caches.tensors]
-        self._regions = [f"GPU tensor {index}" for index in range(len(self._pages))]
-        self._root = root_hash(CacheIdentity(model="toy"))
-        self._prefixes = [self._draw_tokens(self._workload.prefix_blocks) for _ in range(self._workload.prefix_count)]
-        self._conversations: deque[list[int]] = deque(maxlen=_KEPT_CONVERSATIONS)
-        self._numbers = itertools.count()
+        self._arrivals = ToyArrivals(self._workload, self._block_tokens, source)
         self._generation = self._epoch = 0
         self._loading: dict[int, tuple[_Place, TransferHandle]] = {}
-        self._failed_checks: list[_Check] = []
-        self._watch(kv_caches)
 
     @property
     def is_drained(self) -> bool:
@@ -188,12 +78,14 @@ class ToyEngine:
         return not self.waiting and not self.running and self.blocks.free_count == self.blocks.block_count
 
     @property
+    def verified_block_count(self) -> int:
+        """How many blocks were read and compared so far."""
+        return self._kernel.verified_count
+
+    @property
     def wrong_block_count(self) -> int:
-        """How many blocks were read with the wrong content; known once everything has landed."""
-        return sum(
-            check.load is None or (check.load.result is not None and check.load.result.success)
-            for check in self._failed_checks
-        )
+        """How many of them had the wrong content; known once everything has landed."""
+        return self._kernel.wrong_block_count
 
     def step(self, *, is_open: bool = True) -> Event:
         """Do one step and return the event of its work on the compute stream.
@@ -206,11 +98,12 @@ class ToyEngine:
         for request in list(self.running):
             self._settle_load(request)
         if is_open and len(self.waiting) < workload.most_waiting and self._chance(workload.arrival_chance):
-            self.waiting.append(self._make_request())
+            self.waiting.append(self._arrivals.draw(self._epoch))
         if self.running and self._chance(workload.preempt_chance):
             self._preempt(self._random.choice(self.running))
         if (self.running or self.waiting) and self._chance(workload.abort_chance):
-            self._abort(self._random.choice([*self.running, *self.waiting]))
+            loading = [request for request in self.running if request.load is not None]
+            self._abort(self._random.choice(loading or [*self.running, *self.waiting]))
         if self._chance(workload.forget_chance):
             self.blocks.forget()
         if self._chance(workload.reset_chance):
@@ -221,20 +114,9 @@ class ToyEngine:
             if len(self.running) < workload.most_running:
                 self._admit(request)
         self._compute()
-        return self._checker.record(self._compute_stream)
+        return self._kernel.record()
 
     # Requests come, wait and go
-
-    def _make_request(self) -> ToyRequest:
-        workload = self._workload
-        start = self._random.choice(self._prefixes)
-        if self._conversations and self._chance(workload.follow_up_chance):
-            start = self._random.choice(self._conversations)
-        prompt = start + self._draw_tokens(workload.suffix_blocks)
-        tokens = prompt + self._draw_tokens(workload.output_blocks)
-        number = next(self._numbers)
-        hashes = block_hashes(self._root, tokens, self._block_tokens)
-        return ToyRequest(number, self._make_context(number), tokens, hashes, len(prompt) // self._block_tokens)
 
     def _admit(self, request: ToyRequest) -> None:
         """Match the prefix on the GPU, then in CPU memory, and start to load; or try again in a later step."""
@@ -357,53 +239,31 @@ class ToyEngine:
 
     def _compute(self) -> None:
         """Launch one step: a chunk of each prompt, a token of each output."""
-        reads: list[tuple[int, bytes, TransferHandle | None]] = []
-        writes: list[_Write] = []
+        reads: list[ToyRead] = []
+        writes: list[ToyWrite] = []
         done: list[ToyRequest] = []
         for request in list(self.running):
             if request not in self.running or (request.load is not None and not request.is_fenced):
                 continue
-            missing = request.known_blocks - request.computed_blocks
-            count = min(missing, self._workload.chunk_blocks) if missing > 0 else 1
-            is_decoding = missing <= 0
-            if not self._make_room(request, request.computed_blocks + count):
-                continue
             first = request.computed_blocks
-            hashes = request.hashes
-            reads += [(request.blocks[index], hashes[index], request.load) for index in range(first)]
+            missing = request.known_blocks - first
+            count = min(missing, self._workload.chunk_blocks) if missing > 0 else 1
+            if not self._make_room(request, first + count):
+                continue
+            blocks, hashes = request.blocks, request.hashes
+            reads += [ToyRead(blocks[index], hashes[index], request.load) for index in range(first)]
             token = request.computed_tokens
-            tokens = slice(token, token + 1) if is_decoding else slice(0, self._block_tokens)
-            writes += [_Write(request.blocks[index], hashes[index], tokens) for index in range(first, first + count)]
+            tokens = slice(0, self._block_tokens) if missing > 0 else slice(token, token + 1)
+            writes += [ToyWrite(blocks[index], hashes[index], tokens) for index in range(first, first + count)]
             request.computed_tokens = tokens.stop % self._block_tokens
             if not request.computed_tokens:
                 request.computed_blocks += count
                 done.append(request)
-        rows = [block for block, _, _ in reads], [write.block for write in writes]
-        accesses = [[(region, side) for region in self._regions] for side in rows]
-        work = self._make_work(reads, writes)
-        self._checker.launch(self._compute_stream, work, *accesses, label="a step")
+        self._kernel.launch(reads, writes, self._epoch)
         self.counts["steps"] += 1
         for request in done:
             if request.load is None:
                 self._show(request)
-
-    def _make_work(
-        self, reads: Sequence[tuple[int, bytes, TransferHandle | None]], writes: Sequence[_Write]
-    ) -> Callable[[], None]:
-        epoch, block_tokens = self._epoch, self._block_tokens
-
-        def work() -> None:
-            for layer, pages in enumerate(self._pages):
-                for block, block_hash, load in reads:
-                    if not np.array_equal(pages[block], block_content(block_hash, layer, epoch, pages.shape[1])):
-                        self._failed_checks.append(_Check(block, load))
-                for write in writes:
-                    content = block_content(write.block_hash, layer, epoch, pages.shape[1])
-                    written = pages[write.block].reshape(block_tokens, -1)
-                    written[write.tokens] = content.reshape(block_tokens, -1)[write.tokens]
-            self.counts["verified blocks"] += len(reads)
-
-        return work
 
     def _make_room(self, request: ToyRequest, block_count: int) -> bool:
         """Give a request that many GPU blocks; if there are none, preempt the last one in line."""
@@ -426,8 +286,7 @@ class ToyEngine:
         request.offered_blocks = request.computed_blocks // self._factor
         if request.computed_blocks == len(request.hashes):
             self.counts["finished"] += 1
-            if len(request.hashes) < self._workload.conversation_blocks:
-                self._conversations.append(request.tokens)
+            self._arrivals.finish(request)
             self._leave(request)
             self.running.remove(request)
 
@@ -465,35 +324,10 @@ class ToyEngine:
         self.running.clear()
         for request in self.waiting:
             self._leave(request)
-            request.ctx = self._make_context(request.number)
-
-    def _make_context(self, number: int) -> ReqContext:
-        return ReqContext(f"request {number} in epoch {self._epoch}")
+            request.ctx = make_context(request.number, self._epoch)
 
     def _keys(self, hashes: Sequence[bytes]) -> list[OffloadKey]:
         return offload_keys(hashes, block_size_factor=self._factor)
 
-    def _draw_tokens(self, most_blocks: int) -> list[int]:
-        return [self._random.getrandbits(16) for _ in range(self._block_tokens * self._random.randint(1, most_blocks))]
-
     def _chance(self, chance: float) -> bool:
         return self._random.random() < chance
-
-    def _watch(self, kv_caches: CanonicalKVCaches) -> None:
-        memory = self._offloader.memory
-        smallest = min(canonical.page_bytes for canonical in kv_caches.tensors)
-        self._checker.watch("slots", memory.address, memory.slot_count, memory.slot_bytes, cell_bytes=smallest)
-        for region, canonical in zip(self._regions, kv_caches.tensors, strict=True):
-            tensor = canonical.tensor
-            self._checker.watch(
-                region, tensor.data_ptr(), len(tensor), canonical.page_bytes, row_stride_bytes=tensor.stride(0)
-            )
-
-
-@lru_cache(maxsize=4096)
-def block_content(
-    block_hash: bytes, layer: int, epoch: int, byte_count: int
-) -> np.ndarray[tuple[int], np.dtype[np.int8]]:
-    """Return what a layer of a block holds in an epoch."""
-    digest = shake_128(block_hash + bytes([layer]) + epoch.to_bytes(4, "big")).digest(byte_count)
-    return np.frombuffer(digest, np.int8)

@@ -16,7 +16,7 @@ from enum import Enum
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, seed, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from numpy.typing import NDArray
@@ -168,7 +168,6 @@ class Pin:
     entries: list[Entry] = field(default_factory=list)
     writes: set[Transfer] = field(default_factory=set)
     is_waiting: bool = False
-    is_used: bool = False
 
 
 class OffloaderMachineTest(RuleBasedStateMachine):
@@ -392,7 +391,7 @@ class OffloaderMachineTest(RuleBasedStateMachine):
     def start(self, index: int, draw: int, after: int) -> None:
         """Start a load into any GPU blocks, also such as are being stored or loaded."""
         pin = self.pins[index % len(self.pins)]
-        if pin.is_waiting or pin.is_used:
+        if pin.is_waiting:
             with pytest.raises(StateError):
                 pin.ticket.start([])
             return
@@ -408,7 +407,9 @@ class OffloaderMachineTest(RuleBasedStateMachine):
                 pin.ticket.start(blocks)
             return
         handle = pin.ticket.start(blocks, after=self.draw_after(after))
-        pin.is_used = True
+        with pytest.raises(StateError):
+            pin.ticket.start(blocks)
+        pin.ticket.abort()  # changes nothing any more
         self.pins.remove(pin)
         if not pin.entries:
             assert handle.is_idle
@@ -938,7 +939,7 @@ def take_random_step(machine: OffloaderMachineTest, source: random.Random) -> No
             machine.cancel(index)
         case 19 if machine.pins and source.random() < 0.5:
             machine.stop_waiting(index, source.random() < 0.5)
-        case 19 if source.random() < 0.3:
+        case 19 if source.random() < 0.5:
             machine.disturb(source.randrange(5))
 
 
@@ -965,11 +966,12 @@ def test_an_offloader_does_what_the_model_does(factor: int, policy: str) -> None
     run_state_machine_as_test(
         seed(factor)(Machine),
         settings=settings(
-            max_examples=100,
+            max_examples=60,
             stateful_step_count=50,
             derandomize=True,
             deadline=None,
             database=None,
+            phases=[Phase.generate, Phase.shrink],
             suppress_health_check=list(HealthCheck),
         ),
     )
@@ -979,7 +981,7 @@ def test_an_offloader_does_what_the_model_does(factor: int, policy: str) -> None
 @MACHINES
 def test_an_offloader_does_what_the_model_does_in_long_runs(factor: int, policy: str) -> None:
     seen: Counter[str] = Counter()
-    for number in range(60):
+    for number in range(40):
         machine = OffloaderMachineTest(factor, policy, seen)
         source = random.Random(number)
         for _ in range(150):
@@ -1011,4 +1013,4 @@ def test_an_offloader_does_what_the_model_does_in_long_runs(factor: int, policy:
         "reads behind a fence",
         "overwrites behind a fence",
     ):
-        assert seen[event] > 10, f"{event!r} hardly happened: {seen}"
+        assert seen[event] >= 5, f"{event!r} hardly happened: {seen}"

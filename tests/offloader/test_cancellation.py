@@ -546,6 +546,29 @@ async def test_opening_using_and_closing_cancelled_at_each_await_point_leaks_not
     assert at > 2
 
 
+@on_both_loops
+async def test_a_cancelled_wait_sleeps_instead_of_spinning() -> None:
+    rig = Rig()
+    async with rig.open() as offloader, anyio.create_task_group() as tasks:
+        scope = anyio.CancelScope()
+        waits: list[Interrupted[object]] = []
+
+        async def store() -> None:
+            with scope:
+                waits.append(Interrupted(offloader.store(keys_of(offloader, 1), [0]), lambda: None))
+                await waits[0]
+
+        tasks.start_soon(store)
+        await settle()
+        scope.cancel()
+        await settle()
+        await settle()
+        # Once for the wait that was cancelled, once for the wait that nothing ends but the landing.
+        assert waits[0].suspension_count == 2
+        await rig.land()
+        assert_idle(offloader)
+
+
 # A copy that never lands
 
 
@@ -769,6 +792,28 @@ async def test_a_cancelled_close_still_closes() -> None:
         await offloader.aclose()
         with pytest.raises(ClosedError):
             offloader.store_soon([], [])
+
+
+@pytest.mark.parametrize("cancel_count", [1, 2])
+def test_a_natively_cancelled_close_waits_closes_and_is_cancelled_then(cancel_count: int) -> None:
+    async def main() -> None:
+        rig = Rig()
+        offloader = await rig.open().__aenter__()
+        handle = offloader.store_soon(keys_of(offloader, 1), [0])
+        tasks = [asyncio.create_task(offloader.aclose()), asyncio.create_task(handle.wait_out())]
+        await settle()
+        for _ in range(cancel_count):
+            for task in tasks:
+                task.cancel()
+            await settle()
+        assert not any(task.done() for task in tasks)
+        await rig.land()
+        assert all(task.cancelled() for task in tasks)
+        assert handle.result is not None
+        assert handle.result.success
+        assert_idle(offloader)
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("cancel_count", [1, 2, 3])

@@ -55,10 +55,34 @@ def test_what_was_used_once_leaves_first() -> None:
 def test_a_block_being_written_is_not_used_again() -> None:
     policy = ARCPolicy(3)
     fill(policy, [0, 1, 2], Access(1), is_ready=False)
-    policy.touch([0], Access(2))
-    policy.unpin([0, 1, 2])
-    policy.touch([1], Access(3))
+    policy.unpin([1, 2])
+    policy.touch([1], Access(2))
+    policy.touch([0], Access(3))
+    policy.unpin([0])
     assert order_of(policy) == [2, 0, 1]
+    # Nor is the next block of a slot whose last one was written.
+    assert policy.evict(2) == [2, 0]
+    policy.insert([2], make_keys(9), Access(4))
+    policy.touch([2], Access(5))
+    policy.unpin([2])
+    assert order_of(policy) == [2, 1]
+
+
+def test_ghosts_are_met_deepest_first() -> None:
+    policy = used_once_and_again(4)
+    assert policy.evict(3) == [0, 1, 2]
+    # 2 is the only one of B2 and lowers nothing; then 1 and 0 of B1 raise. The other way round 2 would lower them.
+    policy.miss(make_keys(0, 1, 2), Access(3))
+    assert policy.target_recent_count == 2.0
+    assert [*policy._ghosts[0]] == make_keys(1, 0)
+
+
+def test_one_request_meets_a_ghost_once() -> None:
+    policy = used_once_and_again(4)
+    assert policy.evict(1) == [0]
+    for tick, target in ((3, 1.0), (3, 1.0), (2, 1.0), (4, 2.0), (4, 2.0)):
+        policy.miss(make_keys(0), Access(tick))
+        assert policy.target_recent_count == target
 
 
 def test_a_miss_of_what_left_too_early_moves_the_target() -> None:
