@@ -143,16 +143,16 @@ class BlockTable:
     def release(self, slots: Sequence[int]) -> None:
         """Count one user less of each slot."""
         users, state = self._users, self._state
-        ready: list[int] = []
-        keyless: list[int] = []
+        idle = []
         for slot in slots:
             users[slot] = count = users[slot] - 1
             if not count:
-                (ready if state[slot] == _READY else keyless).append(slot)
+                idle.append(slot)
+        ready = [slot for slot in idle if state[slot] == _READY]
         if ready:
             self._policy.unpin(ready)
-        if keyless:
-            self._make_free(keyless, _KEYLESS)
+        if len(ready) < len(idle):
+            self._make_free([slot for slot in idle if state[slot] == _KEYLESS], _KEYLESS)
 
     # Changing
 
@@ -180,6 +180,7 @@ class BlockTable:
         key_of, users, state, write_number_of = self._key_of, self._users, self._state, self._write_number_of
         for key, slot in zip(keys, slots, strict=True):
             key_of[slot] = key
+        for slot in slots:
             users[slot] = 1
             state[slot] = _WRITING
             write_number_of[slot] = number

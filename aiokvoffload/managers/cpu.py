@@ -333,23 +333,27 @@ class CPUOffloadingManager(OffloadingManager):
 
     def _pin(self, ticket: PrepareLoadOutput, request: LoadRequest, usable: _Usable) -> None:
         """Pin what a load can have."""
-        sizes = [len(part) for part in request.parts]
         if request.take == "all":
-            found = self._blocks.find([key for part in request.parts for key in part])
-            is_complete = usable == "known" or (usable == "ready" and self._blocks.all_ready(found))
-            needed = [range(size if is_complete and None not in found else 0) for size in sizes]
+            keys = request.parts[0] if len(request.parts) == 1 else [key for part in request.parts for key in part]
+            found = self._blocks.find(keys)
+            is_complete = None not in found and (
+                usable == "known" or (usable == "ready" and self._blocks.all_ready(found))
+            )
+            needed = [range(len(part) if is_complete else 0) for part in request.parts]
             ticket.token_count = min(len(run) * tokens for run, tokens in zip(needed, self.block_tokens, strict=True))
+            ticket.keys = keys if is_complete else ()
         else:
             is_usable = {"known": self._blocks.is_known, "ready": self._blocks.is_ready, "none": _is_never_usable}
             end = self._prefix.boundary(request.parts, is_usable[usable], request.resident_tokens)
-            needed = [self._prefix.needed(group, end, request.resident_tokens) for group in range(len(sizes))]
+            needed = [self._prefix.needed(group, end, request.resident_tokens) for group in range(len(request.parts))]
             ticket.token_count = end
+            ticket.keys = [
+                key for part, run in zip(request.parts, needed, strict=True) for key in part[run.start : run.stop]
+            ]
+            found = self._blocks.find(ticket.keys)
         ticket.group_sizes = tuple(map(len, needed))
         ticket.first_indices = tuple(run.start for run in needed)
-        ticket.keys = [
-            key for part, run in zip(request.parts, needed, strict=True) for key in part[run.start : run.stop]
-        ]
-        ticket.slots = [slot for slot in self._blocks.find(ticket.keys) if slot is not None]
+        ticket.slots = [slot for slot in found if slot is not None] if ticket.keys else []
         self._blocks.hold(ticket.slots)
 
     def _settle_load(self, ticket: PrepareLoadOutput, *, is_missed: bool = False) -> None:
