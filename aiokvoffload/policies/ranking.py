@@ -266,7 +266,7 @@ class RankedPolicy(CachePolicy):
         if not run:
             return
         first, last = self._ranks.of(run[0]), self._ranks.of(run[-1])
-        if first >= line.last_rank:
+        if not line.leaves or first >= line.last_rank:
             line.last_rank = last
             self._append(line, run)
         else:
