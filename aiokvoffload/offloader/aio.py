@@ -8,10 +8,10 @@ from typing import Any
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 
-from aiokvoffload.errors import BlocksInFlightError, ClosedError, StateError
+from aiokvoffload.errors import BlocksInFlightError, ClosedError, StateError, WrongThreadError
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.offloader.handles import TransferHandle
-from aiokvoffload.offloader.machine import After, OffloaderMachine
+from aiokvoffload.offloader.machine import ALREADY_DONE, After, OffloaderMachine
 from aiokvoffload.offloader.parts import Parts
 from aiokvoffload.offloader.subscriptions import DEFAULT_EVENT_BUFFER, EventStream
 from aiokvoffload.specs import LookupResult, ReqContext, StoreOutcome, TransferResult
@@ -77,7 +77,9 @@ class Offloader(OffloaderMachine):
             BlocksInFlightError: A copy has not landed by its deadline.
         """
         await checkpoint_if_cancelled()
+        self._check()
         blocks = self.shapes.check_blocks(gpu_blocks, len(keys) * self.block_size_factor)
+        after = self._event_for(after) or ALREADY_DONE  # as of now, not of the end of the wait
         with self.prepare_load(keys, ctx) as ticket:
             if await ticket.ready(timeout_seconds=timeout_seconds) is LookupResult.MISS:
                 return 0
@@ -132,6 +134,7 @@ class Offloader(OffloaderMachine):
             BlocksInFlightError: Copies are under way even so; their memory stays mapped until they land.
         """
         self._owner.check_thread()
+        self._check_loop()
         if self._is_closing:
             return
         self._is_closing = True
@@ -141,9 +144,11 @@ class Offloader(OffloaderMachine):
                 await self._end_watchers.wait_out(self._is_at_rest, self.clock, self.clock.now() + seconds)
         finally:
             self.drain(0.0)
-            await self._poller.stop()
-            stuck = self.gpu_blocks_in_flight()
-            self.close_parts()
+            try:
+                await self._poller.stop()
+            finally:
+                stuck = self.gpu_blocks_in_flight()
+                self.close_parts()
         if stuck:
             raise BlocksInFlightError(stuck, seconds)
 
@@ -153,6 +158,11 @@ class Offloader(OffloaderMachine):
             raise ClosedError("this offloader is being closed; open a new one")
         if not self._poller.is_running:
             raise StateError("the event loop this offloader was opened in has ended; open a new one in this one")
+        self._check_loop()
+
+    def _check_loop(self) -> None:
+        if self._poller.is_elsewhere:
+            raise WrongThreadError("this offloader belongs to another event loop; open one in each")
 
     def _launch(self, *args: Any, **kwargs: Any) -> None:
         super()._launch(*args, **kwargs)
@@ -170,9 +180,13 @@ class Offloader(OffloaderMachine):
         """Wait until a handle's blocks are idle; a cancelled waiter takes back what it can and waits for the rest."""
         try:
             return await handle
-        except anyio.get_cancelled_exc_class():
-            handle.cancel()
+        except anyio.get_cancelled_exc_class() as exc:
+            cancellation = exc
+        handle.cancel()
+        try:
             await handle.wait_out()
-            if not handle.is_idle:
-                raise BlocksInFlightError(handle.gpu_blocks, self.deadlines.landing_seconds) from None
-            raise
+        except anyio.get_cancelled_exc_class() as exc:
+            cancellation = exc
+        if not handle.is_idle:
+            raise BlocksInFlightError(handle.gpu_blocks, self.deadlines.landing_seconds)
+        raise cancellation

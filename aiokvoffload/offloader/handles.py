@@ -49,7 +49,7 @@ class TransferHandle:
     @property
     def is_sent(self) -> bool:
         """The device has the copies; they can be fenced."""
-        return self._transfer is None or self._transfer.state is not TransferState.QUEUED
+        return self._transfer is None or self._transfer.state in (TransferState.SENT, TransferState.OVER)
 
     @property
     def is_idle(self) -> bool:
@@ -99,7 +99,10 @@ class TransferHandle:
             self._idle_callbacks.append(callback)
 
     def cancel(self) -> bool:
-        """Take back copies that are not sent; return whether that was so, and then the handle is idle."""
+        """Take back copies that are not sent; return whether that was so.
+
+        The handle is idle then, unless copies that it has joined are under way in its GPU blocks.
+        """
         return self._transfer is not None and self._machine.withdraw(self._transfer)
 
     def wait(self, *, timeout_seconds: float) -> TransferResult:
@@ -172,7 +175,7 @@ class TransferHandle:
         elif not self._close(success) and success:
             success, error = False, "its blocks no longer count: a reset came between"
         if self._lease is not None:
-            self._lease.release()
+            self._machine.guarded(self._lease.release)
         self._result = TransferResult(
             transfer.job_id,
             success=success,

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import Enum
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aiokvoffload.devices.base import Direction, Event, Stream
-from aiokvoffload.errors import StateError
+from aiokvoffload.errors import DeviceError, StateError
 from aiokvoffload.keys import (
     CacheIdentity,
     OffloadKey,
@@ -43,6 +46,7 @@ from aiokvoffload.transfers.poller import PollStep
 
 _logger = logging.getLogger(__name__)
 _PAUSE_SECONDS = 0.001
+Result = TypeVar("Result")
 
 
 class AlreadyDone(Enum):
@@ -227,10 +231,7 @@ class OffloaderMachine:
 
     def step(self) -> PollStep:
         """Poll once and say when to poll next; never raises."""
-        try:
-            self._worker.poll()
-        except Exception as exc:  # noqa: BLE001  logged, and told by statistics()
-            self._note_fault(exc)
+        self.guarded(self._worker.poll)
         return PollStep(bool(self._ended), self._worker.seconds_to_landing(), self._worker.seconds_to_deadline())
 
     def block_until(self, is_over: Callable[[], bool], timeout_seconds: float) -> None:
@@ -239,10 +240,14 @@ class OffloaderMachine:
         deadline = self.clock.now() + timeout_seconds
         self.step()
         while not is_over() and (left := deadline - self.clock.now()) > 0:
-            before = self.clock.now()
-            self._synchronize(min(left, self._worker.seconds_to_deadline() or left))
+            ended_count, before = len(self._ended), self.clock.now()
+            seconds = min(left, self._worker.seconds_to_deadline() or left)
+            for transfer in self._worker.under_way()[:1]:
+                self._synchronize(transfer, before + seconds)
+            has_waited = self.clock.now() - before >= min(seconds, _PAUSE_SECONDS)
             self.step()
-            if self.clock.now() == before and not is_over():
+            if not has_waited and len(self._ended) == ended_count and not is_over():
+                # Nothing to wait for on the device, or it cannot say: do not spin.
                 self.clock.pause(min(left, _PAUSE_SECONDS))
 
     def drain(self, timeout_seconds: float) -> None:
@@ -250,14 +255,16 @@ class OffloaderMachine:
 
         What is still under way then is overdue.
         """
-        self._worker.withdraw_all()
+        self.guarded(self._worker.withdraw_all)
         deadline = self.clock.now() + timeout_seconds
-        while self._worker.sent_count and (left := deadline - self.clock.now()) > 0:
-            is_done = self._synchronize(left)
+        self.step()
+        count = self._worker.sent_count + 1
+        while 0 < self._worker.sent_count < count and self.clock.now() < deadline:
+            count = self._worker.sent_count
+            for transfer in self._worker.under_way():
+                self._synchronize(transfer, deadline)
             self.step()
-            if not is_done:
-                break
-        self._worker.expire_all()
+        self.guarded(self._worker.expire_all)
 
     def fence(self, transfer: Transfer) -> None:
         """Let the compute stream wait for a sent transfer; for `TransferHandle.fence`."""
@@ -314,7 +321,7 @@ class OffloaderMachine:
         if self._owner.is_closed:
             return
         self._owner.is_closed = True
-        self.manager.close_nowait()
+        self.guarded(self.manager.close_nowait)
         self._parts.hub.close()
         if not self._worker.sent_count:
             self._parts.memory.close()
@@ -341,13 +348,11 @@ class OffloaderMachine:
         """Hand a transfer to the worker; if that fails, the ticket is closed."""
 
         def close(success: bool) -> bool:
-            try:
-                if isinstance(ticket, PrepareStoreOutput):
-                    return self.manager.complete_store_nowait(ticket, success) is Completion.APPLIED
-                return self.manager.complete_load_nowait(ticket) is Completion.APPLIED
-            except Exception as exc:  # noqa: BLE001  logged, and told by statistics()
-                self._note_fault(exc)
-                return False
+            if isinstance(ticket, PrepareStoreOutput):
+                completion = self.guarded(lambda: self.manager.complete_store_nowait(ticket, success))
+            else:
+                completion = self.guarded(lambda: self.manager.complete_load_nowait(ticket))
+            return completion is Completion.APPLIED
 
         lease = ticket.lease()
         try:
@@ -365,14 +370,23 @@ class OffloaderMachine:
         if after is None or after is ALREADY_DONE:
             return None
         if isinstance(after, Event):
-            return after
+            with suppress(DeviceError):  # failed work is over; another device's event is refused here
+                return None if self._device.is_done(after) else after
+            return None
         return self._device.record(self._device.adopt_stream(after))
 
-    def _synchronize(self, timeout_seconds: float) -> bool:
-        """Block until the oldest transfer under way is over; False at the timeout or if there is none."""
-        under_way = self._worker.under_way()
-        events = under_way[0].end_events() if under_way else []
-        return bool(events) and all(self._device.synchronize(event, timeout_seconds) for event in events)
+    def _synchronize(self, transfer: Transfer, deadline: float) -> None:
+        """Block until the copies of a sent transfer are over, or the deadline."""
+        for event in transfer.end_events():
+            self.guarded(partial(self._device.synchronize, event, max(0.0, deadline - self.clock.now())))
+
+    def guarded(self, action: Callable[[], Result]) -> Result | None:
+        """Return what `action` returns; an exception becomes the offloader's fault, and None."""
+        try:
+            return action()
+        except Exception as exc:  # noqa: BLE001  logged, and told by statistics()
+            self._note_fault(exc)
+            return None
 
     def _note_fault(self, exc: Exception) -> None:
         _logger.error("a fault inside the offloader; from now on it misses and refuses", exc_info=exc)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -27,11 +28,13 @@ class BlockShapes:
         """Count the keys of each KV group.
 
         Raises:
-            InvalidRequestError: The keys are not group after group, or of a group that does not exist.
+            InvalidRequestError: The keys are not group after group, of a group that does not exist, or no keys.
         """
         sizes = [0] * len(self._block_tokens)
         last = 0
         for key in keys:
+            if not isinstance(key, bytes):
+                raise InvalidRequestError(f"a key is bytes, see keys() and offload_keys(), not {key!r}")
             group = offload_group_index(key)
             if not last <= group < len(sizes):
                 raise InvalidRequestError(
@@ -46,9 +49,12 @@ class BlockShapes:
         """Return GPU blocks as a list.
 
         Raises:
-            InvalidRequestError: There are not `count` of them, or one is out of range.
+            InvalidRequestError: They are not `count` whole numbers, or one is out of range.
         """
-        blocks = list(gpu_blocks)
+        try:
+            blocks = list(map(operator.index, gpu_blocks))
+        except TypeError as exc:
+            raise InvalidRequestError(f"GPU blocks are a sequence of whole numbers: {exc}") from exc
         if len(blocks) != count:
             raise InvalidRequestError(f"{len(blocks)} GPU blocks were given, but {count} are needed")
         for block in blocks:

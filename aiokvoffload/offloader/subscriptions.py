@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Self
 
+from aiokvoffload.errors import InvalidRequestError
 from aiokvoffload.events import OffloadingEvent
 from aiokvoffload.offloader.waiting import Watchers
 
@@ -61,7 +62,13 @@ class EventHub:
             stream.push(event)
 
     def subscribe(self, buffer_size: int) -> EventStream:
-        """Return a stream of the events from now on."""
+        """Return a stream of the events from now on.
+
+        Raises:
+            InvalidRequestError: `buffer_size` is not positive.
+        """
+        if buffer_size < 1:
+            raise InvalidRequestError(f"buffer_size is {buffer_size}, it must be at least 1")
         stream = EventStream(self, buffer_size)
         self.streams.add(stream)
         return stream

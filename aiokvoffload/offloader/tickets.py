@@ -76,8 +76,9 @@ class LoadTicket:
         return self.result
 
     def settle(self) -> None:
-        """End the wait with what is there now."""
-        self._machine.manager.settle_nowait(self._ticket)
+        """End the wait with what is there now, if it has not ended."""
+        if self._ticket.is_waiting:
+            self._machine.manager.settle_nowait(self._ticket)
 
     def start(self, gpu_blocks: Sequence[int], *, after: After = None) -> TransferHandle:
         """Load into `gpu_blocks`, which come group after group, `group_sizes` of each.

@@ -85,7 +85,7 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def demote(self, slots: Sequence[int]) -> None:
-        """Put resident slots first in line; they leave no ghost. Order among them: as given."""
+        """Put resident slots first in line, after those demoted before; in the order given. They leave no ghost."""
 
     @abstractmethod
     def coldest(self, count: int) -> list[int]:

@@ -10,7 +10,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 from aiokvoffload.events import EventKind
 from aiokvoffload.keys import OffloadKey
@@ -101,13 +101,11 @@ class PolicyModel(CachePolicy):
 
     def coldest(self, count: int) -> list[int]:
         """Evict from a copy."""
-        return copy.deepcopy(self).evict(min(count, self.evictable_count)) or []
+        return self.fork().evict(min(count, self.evictable_count)) or []
 
     def evict(self, count: int, protected: Collection[int] = ()) -> list[int] | None:
         """Choose one victim after the other, once there are known to be enough."""
-        candidates = [
-            entry for entry in self.entries.values() if not entry.is_pinned and entry.slot not in set(protected)
-        ]
+        candidates = [entry for entry in self.entries.values() if not entry.is_pinned and entry.slot not in protected]
         if len(candidates) < count:
             return None
         victims: list[int] = []
@@ -127,6 +125,12 @@ class PolicyModel(CachePolicy):
     def clear(self) -> None:
         """Delete all entries."""
         self.entries.clear()
+
+    def fork(self) -> Self:
+        """Return a copy in which evictions do not show here."""
+        forked = copy.copy(self)
+        forked.entries = dict(self.entries)
+        return forked
 
     @abstractmethod
     def choose(self, candidates: Sequence[RankedEntry]) -> RankedEntry:
@@ -196,6 +200,14 @@ class ARCModel(PolicyModel):
                 self.frequent_ghosts.remove(key)
                 self.frequent_ghosts.append(key)
                 self._missed_at[key] = access.tick
+
+    def fork(self) -> Self:
+        """Return a copy with ghosts of its own."""
+        forked = super().fork()
+        forked.recent_ghosts = list(self.recent_ghosts)
+        forked.frequent_ghosts = list(self.frequent_ghosts)
+        forked._missed_at = dict(self._missed_at)
+        return forked
 
     def clear(self) -> None:
         """Forget everything."""

@@ -174,13 +174,11 @@ class ToyEngine:
         self._pages = [canonical.tensor.numpy() for canonical in kv_caches.tensors]
         self._regions = [f"GPU tensor {index}" for index in range(len(self._pages))]
         self._root = root_hash(CacheIdentity(model="toy"))
-        self._prefixes = [
-            self._draw_tokens(self._workload.prefix_blocks) for _ in range(self._workload.prefix_count)
-        ]
+        self._prefixes = [self._draw_tokens(self._workload.prefix_blocks) for _ in range(self._workload.prefix_count)]
         self._conversations: deque[list[int]] = deque(maxlen=_KEPT_CONVERSATIONS)
         self._numbers = itertools.count()
         self._generation = self._epoch = 0
-        self._loading: dict[_Place, tuple[int, TransferHandle]] = {}
+        self._loading: dict[int, tuple[_Place, TransferHandle]] = {}
         self._failed_checks: list[_Check] = []
         self._watch(kv_caches)
 
@@ -280,25 +278,28 @@ class ToyEngine:
         keys = self._keys(request.hashes)
         # One GPU block can lie in several offloaded blocks, behind which the requests part.
         wanted = [(keys[index // self._factor], request.hashes[index]) for index in range(first, first + size)]
-        shared: dict[_Place, int] = {}
-        for place in wanted:
-            block, load = self._loading.get(place, (-1, None))
-            if load is not None and not load.is_settled and request.generation == self._generation:
-                shared[place] = block
+        is_current = request.generation == self._generation
+        under_way = self._blocks_under_way() if is_current else {}
+        shared = {place: under_way[place] for place in wanted if place in under_way}
+        self.blocks.refer_to(shared.values())
         fresh = self.blocks.allocate(size - len(shared))
         if fresh is None:
+            self.blocks.release(list(shared.values()))
             return False
-        self.blocks.refer_to(shared.values())
         blocks = [shared[place] if place in shared else fresh.pop() for place in wanted]
         request.blocks[first:] = blocks
         request.load = ticket.start(blocks)
         self.blocks.follow(request.load)
-        for place, block in zip(wanted, blocks, strict=True):
-            if request.generation == self._generation and place not in shared:
-                self._loading[place] = block, request.load
+        if is_current:
+            loads = ((block, (place, request.load)) for place, block in zip(wanted, blocks, strict=True))
+            self._loading.update((block, entry) for block, entry in loads if entry[0] not in shared)
         self.counts["loads"] += 1
         self.counts["shared blocks"] += len(shared)
         return True
+
+    def _blocks_under_way(self) -> dict[_Place, int]:
+        """Return the GPU blocks that are being loaded."""
+        return {place: block for block, (place, load) in self._loading.items() if not load.is_settled}
 
     def _settle_load(self, request: ToyRequest) -> None:
         """Go on with what was loaded; if it has failed, or is overdue, with what was there before."""
@@ -339,12 +340,18 @@ class ToyEngine:
         if request.ticket is not None:
             request.ticket.abort()
         if request.load is not None:
-            self.counts["withdrawn loads"] += request.load.cancel()
+            self._withdraw(request.load)
         self.blocks.release(request.blocks)
         request.ticket = request.load = None
         request.blocks = []
         request.computed_blocks = request.computed_tokens = request.offered_blocks = 0
         request.is_fenced = False
+
+    def _withdraw(self, load: TransferHandle) -> None:
+        """Take a load back if it is not sent; then nobody can share its blocks any more."""
+        if load.cancel():
+            self.counts["withdrawn loads"] += 1
+            self._loading = {block: entry for block, entry in self._loading.items() if entry[1] is not load}
 
     # A step of computing
 
@@ -484,7 +491,9 @@ class ToyEngine:
 
 
 @lru_cache(maxsize=4096)
-def block_content(block_hash: bytes, layer: int, epoch: int, byte_count: int) -> np.ndarray[tuple[int], np.dtype[np.int8]]:
+def block_content(
+    block_hash: bytes, layer: int, epoch: int, byte_count: int
+) -> np.ndarray[tuple[int], np.dtype[np.int8]]:
     """Return what a layer of a block holds in an epoch."""
     digest = shake_128(block_hash + bytes([layer]) + epoch.to_bytes(4, "big")).digest(byte_count)
     return np.frombuffer(digest, np.int8)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 
 from aiokvoffload.devices.base import Direction, Event, Stream
 from aiokvoffload.specs import CPULoadStoreSpec, GPULoadStoreSpec
+from aiokvoffload.transfers.pointers import Places
 
 
 class TransferState(Enum):
@@ -16,6 +17,8 @@ class TransferState(Enum):
     """Nothing has been handed to the device: it can still be withdrawn."""
     SENT = "sent"
     """The device has it, or it has joined copies that are under way."""
+    DROPPED = "dropped"
+    """Its own copies will never be made, but others that it has joined still touch its blocks."""
     OVER = "over"
     """No copy of it touches any byte any more."""
 
@@ -52,11 +55,12 @@ class Transfer:
         "is_withdrawn",
         "job_id",
         "joined",
-        "joined_by_count",
+        "joined_by",
         "on_over",
         "on_overdue",
         "on_sent",
         "passed_over_count",
+        "places_of",
         "resources",
         "seconds",
         "sent_at",
@@ -95,10 +99,11 @@ class Transfer:
         self.submitted_at = 0.0
         self.sent_at = 0.0
         self.passed_over_count = 0
+        self.places_of: Mapping[int, Places] = {}
         self.resources: Collection[int] = ()
         self.waits_for: list[Transfer] = []
         self.joined: list[Transfer] = []
-        self.joined_by_count = 0
+        self.joined_by: list[Transfer] = []
         self.stream: Stream | None = None
         self.start_event: Event | None = None
         self.end_event: Event | None = None

@@ -6,6 +6,7 @@ values, ...) it holds that many pages in a row, and the references follow one an
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,11 @@ from aiokvoffload.memory.base import HostMemory
 from aiokvoffload.specs import CPULoadStoreSpec, GPULoadStoreSpec
 
 Addresses = NDArray[np.int64]
+Places = int | frozenset[int]
+"""`(slot * factor + sub-block) * groups + group`; several of them for a GPU block that is named more than once.
+
+A number for most, because a container per block is work for the garbage collector, which stops the world.
+"""
 
 
 def compute_sub_block_ptrs(
@@ -115,26 +121,37 @@ class SlotLayout:
         )
         self.slot_bytes = max(self.group_slot_bytes)
         self._pages = [self._group_pages(group) for group in range(len(kv_caches.group_refs))]
+        self._places_per_slot = block_size_factor * len(self._pages)
 
-    def pairs(self, gpu_spec: GPULoadStoreSpec, cpu_spec: CPULoadStoreSpec) -> list[tuple[int, int, int]]:
-        """Return `(GPU block, KV group, place)` of every GPU block; a place is `slot * factor + sub-block`."""
-        found: list[tuple[int, int, int]] = []
+    def places(self, gpu_spec: GPULoadStoreSpec, cpu_spec: CPULoadStoreSpec) -> dict[int, Places]:
+        """Return where the bytes of every GPU block are in CPU memory; see `Places` and `slots_of`."""
+        blocks: list[int] = []
+        numbers: list[int] = []
         for part in self._parts(gpu_spec, cpu_spec):
-            places = np.empty(len(part.gpu_blocks), dtype=np.int64)
+            output = np.empty(len(part.gpu_blocks), dtype=np.int64)
             compute_sub_block_ptrs(
                 part.slots,
                 self.block_size_factor,
-                places,
-                base_address=0,
-                row_stride_bytes=self.block_size_factor,
-                sub_block_bytes=1,
+                output,
+                base_address=part.group,
+                row_stride_bytes=self._places_per_slot,
+                sub_block_bytes=len(self._pages),
                 skip_count=part.skip_count,
             )
-            found += [
-                (block, part.group, place)
-                for block, place in zip(part.gpu_blocks.tolist(), places.tolist(), strict=True)
-            ]
+            blocks += part.gpu_blocks.tolist()
+            numbers += output.tolist()
+        found: dict[int, Places] = dict(zip(blocks, numbers, strict=True))
+        if len(found) < len(blocks):
+            for block, number in zip(blocks, numbers, strict=True):
+                if found[block] != number:
+                    found[block] = _numbers(found[block]) | {number}
         return found
+
+    def slots_of(self, places: Places) -> Iterable[int]:
+        """Return the slots that some places lie in."""
+        if isinstance(places, int):
+            return (places // self._places_per_slot,)
+        return {number // self._places_per_slot for number in places}
 
     def plan(
         self,
@@ -226,3 +243,7 @@ class SlotLayout:
     def _check_range(self, what: str, ids: Addresses, count: int) -> None:
         if len(ids) and int(ids.max()) >= count:
             raise InvalidRequestError(f"{what} {int(ids.max())} is out of range: there are {count}, from 0")
+
+
+def _numbers(places: Places) -> frozenset[int]:
+    return frozenset((places,)) if isinstance(places, int) else places

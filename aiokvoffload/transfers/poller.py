@@ -65,6 +65,7 @@ class Poller:
         """Start polling in the running event loop."""
         self._wake_up = anyio.Event()
         self._finished = anyio.Event()
+        self._loop = _running_loop()
         if _is_trio():
             import trio
 
@@ -76,11 +77,17 @@ class Poller:
             # A closed loop has cancelled the poller, which has drained.
             self._ring = lambda: _ignoring(RuntimeError, lambda: loop.call_soon_threadsafe(self.wake))
             self._task = loop.create_task(self._run(), name="aiokvoffload poller")
+            self._task.add_done_callback(self._end)
 
     @property
     def is_running(self) -> bool:
         """Started, and neither stopped nor cancelled by the end of its event loop."""
         return not self._finished.is_set()
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """The poller runs, but in another event loop than the caller."""
+        return self.is_running and _running_loop() not in (None, self._loop)
 
     def wake(self) -> None:
         """Let the poller poll soon; from the event loop's thread."""
@@ -97,12 +104,19 @@ class Poller:
         silence = self._device.add_doorbell(self._ring)
         try:
             await self._poll_until_stopped(has_doorbell=silence is not None)
-        except anyio.get_cancelled_exc_class():
-            self._drain()
-            raise
+        except Exception:
+            # A task that fails would take the loop down on trio, and go unseen on asyncio.
+            _logger.exception("the poller has failed")
         finally:
             if silence is not None:
                 silence()
+            self._end()
+
+    def _end(self, _task: object = None) -> None:
+        """Say that the poller has ended; on asyncio it may have been cancelled before it ever ran."""
+        if self.is_running:
+            if not self._is_stopping:
+                self._drain()
             self._finished.set()
 
     async def _poll_until_stopped(self, *, has_doorbell: bool) -> None:
@@ -128,6 +142,18 @@ def _is_trio() -> bool:
     import trio
 
     return trio.lowlevel.in_trio_task()
+
+
+def _running_loop() -> object | None:
+    """Return what identifies the event loop that runs the caller, if one does."""
+    if _is_trio():
+        import trio
+
+        return trio.lowlevel.current_trio_token()
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 def _ignoring(error: type[Exception], call: Callable[[], object]) -> None:

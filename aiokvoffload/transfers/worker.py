@@ -8,7 +8,7 @@ already, the same bytes into the same GPU block, joins them.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -20,13 +20,10 @@ from aiokvoffload.devices.base import CopyPlan, Device, Direction, Event, Stream
 from aiokvoffload.errors import DeviceError
 from aiokvoffload.transfers.base import Transfer, TransferState
 from aiokvoffload.transfers.device_host import SingleDirectionOffloadingHandler
-from aiokvoffload.transfers.pointers import SlotLayout
+from aiokvoffload.transfers.pointers import Places, SlotLayout
 
 MAX_PASSED_OVER = 8
 LANDING_SECONDS = 30.0
-Place = tuple[int, int]
-"""KV group, and `slot * factor + sub-block`."""
-
 _ASSUMED_BYTES_PER_SECOND = 8e9
 _BANDWIDTH_WEIGHT = 0.2
 
@@ -74,8 +71,8 @@ class OffloadingWorker:
         self._queued: dict[Direction, deque[Transfer]] = {direction: deque() for direction in Direction}
         self._plans: dict[Transfer, CopyPlan] = {}
         self._joiners: list[Transfer] = []
-        self._users: defaultdict[int, list[Transfer]] = defaultdict(list)
-        self._last_load_into: dict[int, tuple[Transfer, set[Place]]] = {}
+        self._users: dict[int, tuple[Transfer, ...]] = {}
+        self._last_load_into: dict[int, Transfer] = {}
         self._bytes_per_second = dict.fromkeys(Direction, _ASSUMED_BYTES_PER_SECOND)
         self._last_job_id = 0
         self._finished: list[Transfer] = []
@@ -101,9 +98,7 @@ class OffloadingWorker:
             InvalidRequestError: Its two ends do not fit; then nothing was taken over.
         """
         handler = self._handlers[transfer.direction]
-        places_of: defaultdict[int, set[Place]] = defaultdict(set)
-        for block, group, place in self._layout.pairs(transfer.gpu_spec, transfer.cpu_spec):
-            places_of[block].add((group, place))
+        places_of = self._layout.places(transfer.gpu_spec, transfer.cpu_spec)
         joined = self._copies_under_way(transfer, places_of)
         keep = ~np.isin(transfer.gpu_spec.block_ids, list(joined)) if joined else None
         plan = handler.plan(transfer.gpu_spec, transfer.cpu_spec, keep)
@@ -113,20 +108,25 @@ class OffloadingWorker:
         transfer.byte_count = plan.total_bytes
         transfer.joined = list(dict.fromkeys(joined.values()))
         for other in transfer.joined:
-            other.joined_by_count += 1
+            other.joined_by.append(transfer)
         self.joined_block_count += len(joined)
-        self._register(transfer, {block: places for block, places in places_of.items() if block not in joined})
+        for block in joined:
+            del places_of[block]
+        self._register(transfer, places_of)
         self._plans[transfer] = plan
         self._queued[transfer.direction].append(transfer)
         self.send_queued()
 
     def withdraw(self, transfer: Transfer) -> bool:
-        """Take back a transfer that is not sent and that no other has joined; return whether that was so."""
-        if transfer.state is not TransferState.QUEUED or transfer.joined_by_count:
+        """Take back a transfer that is not sent and that no other has joined; return whether that was so.
+
+        It is over then, unless it has joined copies that are under way: these still touch its blocks.
+        """
+        if not _is_queued(transfer) or not all(other.is_withdrawn for other in transfer.joined_by):
             return False
         self._queued[transfer.direction].remove(transfer)
         transfer.is_withdrawn = True
-        self._end(transfer)
+        self._give_up(transfer)
         return True
 
     def poll(self) -> list[Transfer]:
@@ -136,7 +136,7 @@ class OffloadingWorker:
         """
         fault: Exception | None = None
         steps: list[Callable[[], None]] = [partial(self._land_heads, stream) for stream in self._sent]
-        for step in (*steps, self._end_joiners, self._expire):
+        for step in (*steps, self._expire):
             try:
                 step()
             except Exception as exc:  # noqa: BLE001  raised below
@@ -189,46 +189,46 @@ class OffloadingWorker:
     def _under_way(self) -> list[Transfer]:
         return [transfer for sent in self._sent.values() for transfer in sent] + self._joiners
 
-    def _copies_under_way(self, transfer: Transfer, places_of: Mapping[int, set[Place]]) -> dict[int, Transfer]:
+    def _copies_under_way(self, transfer: Transfer, places_of: Mapping[int, Places]) -> dict[int, Transfer]:
         """Return the GPU blocks for which the same copies are under way and nothing has come after them."""
-        if transfer.direction is Direction.STORE:
-            return {}
-        joined = {}
+        joined: dict[int, Transfer] = {}
+        if transfer.direction is Direction.STORE or not self._last_load_into:
+            return joined
         for block, places in places_of.items():
             last = self._last_load_into.get(block)
-            if last is not None and places <= last[1] and not self._is_rewritten_after(last[0], places):
-                joined[block] = last[0]
+            if last is not None and last.places_of[block] == places and not self._is_rewritten_after(last, places):
+                joined[block] = last
         return joined
 
-    def _is_rewritten_after(self, load: Transfer, places: set[Place]) -> bool:
+    def _is_rewritten_after(self, load: Transfer, places: Places) -> bool:
         """Return whether a store that came after `load` will change what it reads."""
         return any(
             user.direction is Direction.STORE and user.job_id > load.job_id
-            for _, place in places
-            for user in self._users.get(self._slot_resource(place), ())
+            for slot in self._layout.slots_of(places)
+            for user in self._users.get(_slot_resource(slot), ())
         )
 
-    def _slot_resource(self, place: int) -> int:
-        """Return the number of a slot among the resources, where GPU blocks have those from 0 up."""
-        return -1 - place // self._layout.block_size_factor
-
-    def _register(self, transfer: Transfer, places_of: Mapping[int, set[Place]]) -> None:
+    def _register(self, transfer: Transfer, places_of: dict[int, Places]) -> None:
         """Note which GPU blocks and slots a transfer touches, and which earlier transfers it must wait for."""
         is_load = transfer.direction is Direction.LOAD
-        slots = {self._slot_resource(place) for places in places_of.values() for _, place in places}
+        slots = {_slot_resource(slot) for places in places_of.values() for slot in self._layout.slots_of(places)}
         waits_for: dict[Transfer, None] = {}
+        alone = (transfer,)
         for resources, is_written in ((places_of.keys(), is_load), (slots, not is_load)):
             for resource in resources:
-                users = self._users[resource]
+                users = self._users.get(resource)
+                if users is None:
+                    self._users[resource] = alone
+                    continue
                 for user in users:
                     if is_written or (user.direction is Direction.LOAD) == (resource >= 0):
                         waits_for[user] = None
-                users.append(transfer)
+                self._users[resource] = (*users, transfer)
         transfer.waits_for = list(waits_for)
         transfer.resources = places_of.keys() | slots
+        transfer.places_of = places_of
         if is_load:
-            for block, places in places_of.items():
-                self._last_load_into[block] = (transfer, places)
+            self._last_load_into.update(dict.fromkeys(places_of, transfer))
 
     def _next_to_send(self) -> Transfer | None:
         """Return what goes next: loads before stores, and before either what it must wait for."""
@@ -283,7 +283,14 @@ class OffloadingWorker:
 
     def _fail(self, transfer: Transfer, exc: Exception) -> None:
         transfer.error = _describe(exc)
-        self._end(transfer)
+        self._give_up(transfer)
+
+    def _give_up(self, transfer: Transfer) -> None:
+        """End a transfer none of whose own copies was sent, once those that it has joined are over."""
+        self._unregister(transfer)
+        transfer.state = TransferState.DROPPED
+        transfer.sent_at = transfer.submitted_at
+        self._end_or_wait_for_joined(transfer)
 
     def _end_event(self, transfer: Transfer, stream: Stream) -> Event:
         """Return the event after a sent transfer's own copies; if it could not be had before, a later one will do."""
@@ -296,13 +303,8 @@ class OffloadingWorker:
         while sent and self._has_landed(sent[0], stream):
             self._land(sent.popleft())
 
-    def _end_joiners(self) -> None:
-        joiners, self._joiners = self._joiners, []
-        for transfer in joiners:
-            self._end_or_wait_for_joined(transfer)
-
     def _end_or_wait_for_joined(self, transfer: Transfer) -> None:
-        if all(other.is_over for other in transfer.joined):
+        if _has_all_joined(transfer):
             self._end(transfer)
         else:
             self._joiners.append(transfer)
@@ -340,19 +342,30 @@ class OffloadingWorker:
             if failed is not None:
                 transfer.error = f"the copy it joined has failed: {failed.error}"
         for other in transfer.joined:
-            other.joined_by_count -= 1
+            other.joined_by.remove(transfer)
         self._plans.pop(transfer, None)
-        for resource in transfer.resources:
-            users = self._users[resource]
-            users.remove(transfer)
-            if not users:
-                del self._users[resource]
-            last = self._last_load_into.get(resource)
-            if last is not None and last[0] is transfer:
-                del self._last_load_into[resource]
+        self._unregister(transfer)
         transfer.waits_for = []
         self._finished.append(transfer)
-        transfer.on_over()
+        try:
+            transfer.on_over()
+        finally:
+            for other in list(transfer.joined_by):
+                if other in self._joiners and _has_all_joined(other):
+                    self._joiners.remove(other)
+                    self._end(other)
+
+    def _unregister(self, transfer: Transfer) -> None:
+        """Forget what the transfer's own copies touch; they are over, or will never be sent."""
+        for resource in transfer.resources:
+            users = self._users[resource]
+            if len(users) == 1:
+                del self._users[resource]
+            else:
+                self._users[resource] = tuple(user for user in users if user is not transfer)
+            if self._last_load_into.get(resource) is transfer:
+                del self._last_load_into[resource]
+        transfer.resources = ()
 
     def _expire(self) -> None:
         time = self._clock.now() - self._landing_seconds
@@ -363,7 +376,7 @@ class OffloadingWorker:
                 if transfer in queue:
                     queue.remove(transfer)
                     transfer.error = f"it could not be sent within {self._landing_seconds:g} s"
-                    self._end(transfer)
+                    self._give_up(transfer)
 
     def _expire_sent_before(self, time: float) -> None:
         for transfer in self._under_way():
@@ -372,8 +385,17 @@ class OffloadingWorker:
                 transfer.on_overdue()
 
 
+def _slot_resource(slot: int) -> int:
+    """Return the number of a slot among the resources, where GPU blocks have those from 0 up."""
+    return -1 - slot
+
+
 def _is_queued(transfer: Transfer) -> bool:
     return transfer.state is TransferState.QUEUED
+
+
+def _has_all_joined(transfer: Transfer) -> bool:
+    return all(other.is_over for other in transfer.joined)
 
 
 def _describe(exc: Exception) -> str:

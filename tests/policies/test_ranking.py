@@ -101,7 +101,7 @@ class TestRankedSlots:
 
     def test_a_run_of_neighbours_costs_one_search(self) -> None:
         _, slots = ranked(CAPACITY)
-        slots.add(range(0, 100))
+        slots.add(range(100))
         slots.add(range(200, CAPACITY))
 
         def add_and_discard(count: int) -> int:
