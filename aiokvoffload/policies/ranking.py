@@ -1,7 +1,8 @@
 """Slots in the order in which they would leave, kept exact under pins.
 
 A rank is `(tick, -depth, insertion order)`: older requests leave first; of one request the deepest block leaves
-first, because a block without its prefix is useless; without depths the first inserted.
+first, because a block without its prefix is useless; blocks without a depth leave before those, the first inserted
+first.
 
 Slots stand in leaves of some hundred, themselves in order. A leaf counts how many of its slots could be evicted, so
 that pinning and unpinning move nothing, and leaves without any are left out of the line: whatever is pinned, an
@@ -16,6 +17,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Sequence
+from fractions import Fraction
 from itertools import repeat
 from operator import attrgetter
 
@@ -29,6 +31,7 @@ BATCH_SLOTS = 16
 """From so many slots on, one operation on an array is cheaper than a loop."""
 
 _NO_LEAF = -1
+_NO_DEPTH = 1 << 40
 _AFTER_EQUALS = 1 << 62
 _BOUND = attrgetter("bound")
 
@@ -58,9 +61,9 @@ class Ranks:
         if len(slots) >= BATCH_SLOTS:
             batch = np.array(slots)
             self._ticks[batch] = tick
-            self._depths[batch] = 0 if depths is None else depths
+            self._depths[batch] = _NO_DEPTH if depths is None else depths
         else:
-            for slot, depth in zip(slots, repeat(0) if depths is None else depths, strict=False):
+            for slot, depth in zip(slots, repeat(_NO_DEPTH) if depths is None else depths, strict=False):
                 self._tick_of[slot] = tick
                 self._depth_of[slot] = depth
         if depths is None:
@@ -84,7 +87,7 @@ class Leaf:
     Attributes:
         number: A slot stands in the leaf whose number it has; any other entry for it is stale.
         line: The line it is part of.
-        bound: `(tick, -depth, number of the leaf since the start)`: nothing in here, or in a later leaf, ranks below.
+        bound: Nothing in here, or in a later leaf, ranks below `(tick, -depth)`; a third number orders equals.
         slots: The entries.
         resident_count: How many of them are not stale.
         evictable_count: How many of them could be evicted.
@@ -93,7 +96,7 @@ class Leaf:
 
     __slots__ = ("bound", "evictable_count", "is_sorted", "line", "number", "resident_count", "slots")
 
-    def __init__(self, number: int, line: Line, bound: tuple[int, int, int]) -> None:
+    def __init__(self, number: int, line: Line, bound: tuple[int, int, Fraction | int]) -> None:
         self.number = number
         self.line = line
         self.bound = bound
@@ -420,30 +423,44 @@ class RankedPolicy(CachePolicy):
             _discard(line.open_leaves, leaf)
         for start in range(0, len(moved), LEAF_SLOTS):
             piece = moved[start : start + LEAF_SLOTS]
+            before, behind = line.leaves[index], line.leaves[index + 1 : index + 2]
+            part = self._new_leaf(line, self._ranks.of(piece[0]))
+            if behind and behind[0].bound[:2] == part.bound[:2]:
+                # Equals stand on both sides of the cut: the new leaf goes between them.
+                end = behind[0].bound[2]
+                start_of_equals = before.bound[2] if before.bound[:2] == part.bound[:2] else end - 1
+                part.bound = (*part.bound[:2], Fraction(start_of_equals + end) / 2)
             index += 1
-            line.leaves.insert(index, self._new_leaf(line, self._ranks.of(piece[0])))
-            self._place(line.leaves[index], piece)
+            line.leaves.insert(index, part)
+            self._place(part, piece)
 
     def _shrink(self, leaf: Leaf) -> None:
-        """Drop an empty leaf, and let a small one take in the next one, so that their number follows the slots."""
+        """Drop an empty leaf, and join a small one with a neighbour, so that their number follows the slots."""
         leaves = leaf.line.leaves
         if not leaf.resident_count:
             _discard(leaves, leaf)
             self._unused_numbers.append(leaf.number)
             return
         index = bisect_left(leaves, leaf.bound, key=_BOUND)
-        if index + 1 < len(leaves):
-            following = leaves[index + 1]
-            if leaf.resident_count + following.resident_count <= LEAF_SLOTS // 2:
-                self._tidy(leaf)
-                self._tidy(following)
-                if following.evictable_count:
-                    _discard(leaf.line.open_leaves, following)
-                leaf.line.resident_count -= following.resident_count
-                leaf.line.evictable_count -= following.evictable_count
-                del leaves[index + 1]
-                self._unused_numbers.append(following.number)
-                self._place(leaf, following.slots)
+        for first in (index, index - 1):
+            if first >= 0 and first + 1 < len(leaves):
+                left, right = leaves[first : first + 2]
+                if left.resident_count + right.resident_count <= LEAF_SLOTS // 2:
+                    self._join(left, right)
+                    return
+
+    def _join(self, leaf: Leaf, following: Leaf) -> None:
+        """Let a leaf take in the one behind it."""
+        line = leaf.line
+        self._tidy(leaf)
+        self._tidy(following)
+        if following.evictable_count:
+            _discard(line.open_leaves, following)
+        line.resident_count -= following.resident_count
+        line.evictable_count -= following.evictable_count
+        _discard(line.leaves, following)
+        self._unused_numbers.append(following.number)
+        self._place(leaf, following.slots)
 
 
 def _discard(leaves: list[Leaf], leaf: Leaf) -> None:
