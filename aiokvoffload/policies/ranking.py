@@ -92,9 +92,10 @@ class Leaf:
         resident_count: How many of them are not stale.
         evictable_count: How many of them could be evicted.
         is_sorted: The entries are in order.
+        scan_from: None of the entries before this one could be evicted.
     """
 
-    __slots__ = ("bound", "evictable_count", "is_sorted", "line", "number", "resident_count", "slots")
+    __slots__ = ("bound", "evictable_count", "is_sorted", "line", "number", "resident_count", "scan_from", "slots")
 
     def __init__(self, number: int, line: Line, bound: tuple[int, int, Fraction | int]) -> None:
         self.number = number
@@ -104,6 +105,7 @@ class Leaf:
         self.resident_count = 0
         self.evictable_count = 0
         self.is_sorted = True
+        self.scan_from = 0
 
 
 class Line:
@@ -184,6 +186,7 @@ class RankedPolicy(CachePolicy):
             if not leaf.evictable_count:
                 insort(leaf.line.open_leaves, leaf, key=_BOUND)
             leaf.evictable_count += 1
+            leaf.scan_from = 0
         self._count_evictable(slots, 1)
 
     def demote(self, slots: Sequence[int]) -> None:
@@ -329,6 +332,7 @@ class RankedPolicy(CachePolicy):
             if not leaf.evictable_count:
                 insort(leaf.line.open_leaves, leaf, key=_BOUND)
             leaf.evictable_count += evictable_count
+            leaf.scan_from = 0
             leaf.line.evictable_count += evictable_count
 
     def _detach(self, slots: Collection[int]) -> None:
@@ -356,13 +360,7 @@ class RankedPolicy(CachePolicy):
         while count:
             leaf = line.open_leaves[0]
             self._tidy(leaf)
-            found = [slot for slot in leaf.slots[:count] if is_evictable[slot]]
-            if len(found) == min(count, len(leaf.slots)):
-                del leaf.slots[: len(found)]
-            else:
-                found = [slot for slot in leaf.slots if is_evictable[slot]][:count]
-                gone = set(found)
-                leaf.slots = [slot for slot in leaf.slots if slot not in gone]
+            found = self._cut(leaf, count)
             for slot in found:
                 is_evictable[slot] = 0
                 leaf_of[slot] = _NO_LEAF
@@ -376,6 +374,27 @@ class RankedPolicy(CachePolicy):
                 del line.open_leaves[0]
                 self._shrink(leaf)
         return victims
+
+    def _cut(self, leaf: Leaf, count: int) -> list[int]:
+        """Take the entries of the first evictable slots, at most `count`, out of a tidy leaf and return them."""
+        is_evictable, slots, start = self._is_evictable, leaf.slots, leaf.scan_from
+        piece = slots[start : start + count]
+        found = [slot for slot in piece if is_evictable[slot]]
+        if len(found) == len(piece):
+            del slots[start : start + count]
+            return found
+        found, kept, end = [], [], start
+        for slot in slots[start:]:
+            end += 1
+            if is_evictable[slot]:
+                found.append(slot)
+                if len(found) == count:
+                    break
+            else:
+                kept.append(slot)
+        slots[start:end] = kept
+        leaf.scan_from = start + len(kept)
+        return found
 
     def _count_evictable(self, slots: Collection[int], change: int) -> None:
         if self._line_count == 1:
@@ -403,15 +422,18 @@ class RankedPolicy(CachePolicy):
         if len(leaf.slots) > leaf.resident_count:
             leaf_of, number = self._leaf_of, leaf.number
             leaf.slots = [slot for slot in leaf.slots if leaf_of[slot] == number]
+            leaf.scan_from = 0
         if not leaf.is_sorted:
             leaf.slots.sort(key=self._ranks.of)
             leaf.is_sorted = True
+            leaf.scan_from = 0
 
     def _split(self, line: Line, index: int) -> None:
         """Cut a leaf that has become too long."""
         leaf = line.leaves[index]
         self._tidy(leaf)
         slots, leaf.slots = leaf.slots, leaf.slots[:LEAF_SLOTS]
+        leaf.scan_from = 0
         moved = slots[LEAF_SLOTS:]
         is_evictable = self._is_evictable
         lost = sum([is_evictable[slot] for slot in moved])
