@@ -88,9 +88,7 @@ def test_hashes_agree_between_processes(hash_seed: str) -> None:
     )
     package_home = str(Path(aiokvoffload.__file__).parents[1])
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": package_home}
-    ran = subprocess.run(  # noqa: S603
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-    )
+    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     identity = CacheIdentity(model="m", parallel_shape=(("tensor", 2),))
     root = root_hash(identity, more=(1,), adapter="a", salt="s")
     assert ran.stdout.strip() == block_hashes(root, range(64), 16)[-1].hex()

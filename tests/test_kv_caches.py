@@ -131,9 +131,7 @@ def test_groups_need_no_torch() -> None:
         "assert 'torch' not in sys.modules\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(aiokvoffload.__file__).parents[1])}
-    ran = subprocess.run(  # noqa: S603
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
-    )
+    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
 
 

@@ -151,9 +151,7 @@ def test_nothing_is_imported_before_it_is_asked_for(installed_plugins: Path) -> 
     )
     package_home = str(Path(aiokvoffload.__file__).parents[1])
     environment = {"PYTHONPATH": f"{package_home}:{installed_plugins}"}
-    ran = subprocess.run(  # noqa: S603
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
-    )
+    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
 
 

@@ -553,7 +553,7 @@ engine = EngineShape(block_tokens=16, group_block_tokens=(16,), block_count=4, k
 print(OffloadingSpecFactory().create_spec({"cpu_bytes_to_use": 8192}, engine).get_manager().statistics().total)
 print("torch" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)  # noqa: S603
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["8", "False"]
 
 

@@ -203,6 +203,6 @@ begun.wait()
 print("leaving")
 """
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=True)  # noqa: S603
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=True)
     assert done.stdout == "leaving\n"
     assert done.stderr == ""
