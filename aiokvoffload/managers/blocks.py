@@ -1,15 +1,25 @@
-"""Which block lives in which slot of CPU memory, whose bytes are in use, and what the slots add up to."""
+"""Which block lives in which slot of CPU memory, whose bytes are in use, and what the slots add up to.
+
+What is kept per slot lies in arrays: a block costs memory in proportion to its index entry, and the garbage
+collector sees no object for it. A reset takes the same time at any size: old entries are freed in slices, later.
+"""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from enum import IntEnum
 
+import numpy as np
+
 from aiokvoffload.keys import OffloadKey
+from aiokvoffload.managers.index import make_index
 from aiokvoffload.policies.base import Access, CachePolicy
 from aiokvoffload.specs import LookupResult, PrepareStoreOutput
 
 Keys = Sequence[OffloadKey]
+Found = Sequence[int | None]
+"""For each key of a call its slot, or None for a block that is not there."""
 
 
 class SlotState(IntEnum):
@@ -20,6 +30,11 @@ class SlotState(IntEnum):
     READY = 2
     KEYLESS = 3
     """Its block is gone, but somebody may still touch its bytes."""
+
+
+_FREE, _WRITING, _READY, _KEYLESS = map(int, SlotState)
+_MISS = LookupResult.MISS
+_RESULT_OF_STATE = (LookupResult.MISS, LookupResult.PENDING, LookupResult.HIT, LookupResult.MISS)
 
 
 class BlockTable:
@@ -34,97 +49,94 @@ class BlockTable:
 
     def __init__(self, slot_count: int, policy: CachePolicy) -> None:
         self.slot_count = slot_count
-        self.count_of = [0] * len(SlotState)
-        self.count_of[SlotState.FREE] = slot_count
         self._policy = policy
-        self._slot_of: dict[OffloadKey, int] = {}
-        self._key_of: list[OffloadKey | None] = [None] * slot_count
-        self._write_of: list[PrepareStoreOutput | None] = [None] * slot_count
+        self._index = make_index(slot_count)
+        self._key_of = np.empty(slot_count, dtype=object)  # a list would be walked through by the garbage collector
+        self._users = array("i", bytes(4 * slot_count))
+        self._write_number_of = array("q", bytes(8 * slot_count))
+        self._writes: dict[int, PrepareStoreOutput] = {}
+        self._write_total = 0
         self._state = bytearray(slot_count)
-        self._users = [0] * slot_count
+        self._count_of = [slot_count, 0, 0, 0]
         self._first_fresh = 0
         self._reusable: list[int] = []
+        self._given_up: list[dict[OffloadKey, int]] = []
 
     # Looking
 
     @property
     def free_count(self) -> int:
         """How many slots hold no block and have no users."""
-        return self.count_of[SlotState.FREE]
+        return self._count_of[_FREE]
 
     @property
     def pinned_count(self) -> int:
         """How many ready slots have users."""
-        return self.count_of[SlotState.READY] - self._policy.evictable_count
+        return self._count_of[_READY] - self._policy.evictable_count
 
-    def lookup(self, keys: Keys) -> list[LookupResult]:
-        """Return MISS, HIT or PENDING for each key."""
-        slot_of, state = self._slot_of, self._state
-        return [
-            LookupResult.MISS
-            if (slot := slot_of.get(key)) is None
-            else LookupResult.HIT
-            if state[slot] == SlotState.READY
-            else LookupResult.PENDING
-            for key in keys
-        ]
+    def count(self, state: SlotState) -> int:
+        """Return how many slots are in a state."""
+        return self._count_of[state]
+
+    def find(self, keys: Keys) -> Found:
+        """Return the slot of each block, stored or being written."""
+        return self._index.find(keys)
+
+    def results(self, found: Found) -> list[LookupResult]:
+        """Return MISS, HIT or PENDING for each block that was looked for."""
+        state = self._state
+        return [_MISS if slot is None else _RESULT_OF_STATE[state[slot]] for slot in found]
 
     def is_known(self, key: OffloadKey) -> bool:
         """Return whether a block is stored or being written."""
-        return key in self._slot_of
+        return self._index.get(key) is not None
 
     def is_ready(self, key: OffloadKey) -> bool:
         """Return whether a block is stored."""
-        slot = self._slot_of.get(key)
-        return slot is not None and self._state[slot] == SlotState.READY
+        slot = self._index.get(key)
+        return slot is not None and self._state[slot] == _READY
 
-    def all_ready(self, slots: Sequence[int]) -> bool:
-        """Return whether all of some slots hold stored blocks."""
+    def all_ready(self, found: Found) -> bool:
+        """Return whether all blocks that were looked for are stored."""
         state = self._state
-        return all(state[slot] == SlotState.READY for slot in slots)
-
-    def missing(self, keys: Keys) -> list[OffloadKey]:
-        """Return those of `keys` that are neither stored nor being written."""
-        slot_of = self._slot_of
-        return [key for key in keys if key not in slot_of]
-
-    def slots(self, keys: Keys) -> list[int]:
-        """Return the slots of known blocks."""
-        slot_of = self._slot_of
-        return [slot_of[key] for key in keys]
+        return all(slot is not None and state[slot] == _READY for slot in found)
 
     def writes(self, slots: Sequence[int]) -> set[PrepareStoreOutput]:
         """Return the tickets under which some of `slots` are being written."""
-        return {write for slot in slots if (write := self._write_of[slot]) is not None}
+        state = self._state
+        writing = [slot for slot in slots if state[slot] == _WRITING]
+        return {self._writes[self._write_number_of[slot]] for slot in writing}
 
     def room_beside(self, protected: Sequence[int]) -> int:
         """Return how many slots could be taken now, evicting anything but `protected`, which are stored."""
         users = self._users
         idle = [slot for slot in protected if not users[slot]]
-        return self.free_count + self._policy.evictable_count - len(idle)
+        return self._count_of[_FREE] + self._policy.evictable_count - len(idle)
 
     # Using
 
-    def touch(self, keys: Keys, access: Access) -> None:
+    def touch(self, keys: Keys, found: Found, access: Access) -> None:
         """Tell the policy of one request's access."""
-        slot_of = self._slot_of
-        slots = [slot_of.get(key, -1) for key in keys]
-        if -1 not in slots:
-            self._policy.touch(slots, access)
-            return
-        known = [position for position, slot in enumerate(slots) if slot >= 0]
-        missing = [position for position, slot in enumerate(slots) if slot < 0]
-        self._policy.touch([slots[position] for position in known], access.select(known))
-        self._policy.miss([keys[position] for position in missing], access.select(missing))
+        missing_count = found.count(None)
+        if missing_count == len(keys):
+            self._policy.miss(keys, access)
+        elif not missing_count:
+            self._policy.touch([slot for slot in found if slot is not None], access)
+        else:
+            known = [position for position, slot in enumerate(found) if slot is not None]
+            missing = [position for position, slot in enumerate(found) if slot is None]
+            self._policy.touch([slot for slot in found if slot is not None], access.select(known))
+            self._policy.miss([keys[position] for position in missing], access.select(missing))
 
     def hold(self, slots: Sequence[int]) -> None:
         """Count one more user of each slot."""
         users = self._users
         unused = []
-        for slot in slots:  # one may be given twice
-            if not users[slot]:
+        for slot in slots:
+            count = users[slot]
+            users[slot] = count + 1
+            if not count:
                 unused.append(slot)
-            users[slot] += 1
         if unused:
             self._policy.pin(unused)
 
@@ -133,14 +145,14 @@ class BlockTable:
         users, state = self._users, self._state
         idle = []
         for slot in slots:
-            users[slot] -= 1
-            if not users[slot]:
+            users[slot] = count = users[slot] - 1
+            if not count:
                 idle.append(slot)
-        if idle:
-            ready = [slot for slot in idle if state[slot] == SlotState.READY]
+        ready = [slot for slot in idle if state[slot] == _READY]
+        if ready:
             self._policy.unpin(ready)
-            if len(ready) < len(idle):
-                self._make_free([slot for slot in idle if state[slot] == SlotState.KEYLESS], SlotState.KEYLESS)
+        if len(ready) < len(idle):
+            self._make_free([slot for slot in idle if state[slot] == _KEYLESS], _KEYLESS)
 
     # Changing
 
@@ -149,8 +161,11 @@ class BlockTable:
         victims = self._policy.evict(count, protected)
         if victims is None:
             return None
-        keys = self._take_keys(victims)
-        self._make_free(victims, SlotState.READY)
+        if not victims:
+            return []
+        keys: list[OffloadKey] = [self._key_of[slot] for slot in victims]
+        self._index.drop(keys)
+        self._make_free(victims, _READY)
         return keys
 
     def reserve(self, keys: Keys, write: PrepareStoreOutput, access: Access) -> list[int]:
@@ -158,63 +173,81 @@ class BlockTable:
 
         Slots that were never used come first, then the one freed last.
         """
-        fresh_end = min(self.slot_count, self._first_fresh + len(keys))
-        slots = list(range(self._first_fresh, fresh_end))
-        self._first_fresh = fresh_end
-        if reused := len(keys) - len(slots):
-            slots += self._reusable[: -reused - 1 : -1]
-            del self._reusable[-reused:]
-        self._slot_of.update(zip(keys, slots, strict=True))
+        slots = self._take_free(len(keys))
+        self._write_total = number = self._write_total + 1
+        self._writes[number] = write
+        self._index.put(keys, slots)
+        key_of, users, state, write_number_of = self._key_of, self._users, self._state, self._write_number_of
         for key, slot in zip(keys, slots, strict=True):
-            self._key_of[slot] = key
-            self._write_of[slot] = write
-            self._users[slot] = 1
-        self._mark(slots, SlotState.FREE, SlotState.WRITING)
+            key_of[slot] = key
+        for slot in slots:
+            users[slot] = 1
+            state[slot] = _WRITING
+            write_number_of[slot] = number
+        self._count_of[_FREE] -= len(slots)
+        self._count_of[_WRITING] += len(slots)
         self._policy.insert(slots, keys, access)
         return slots
 
     def commit(self, slots: Sequence[int]) -> None:
         """Make written slots ready; the ticket that wrote them is still their user."""
-        for slot in slots:
-            self._write_of[slot] = None
-        self._mark(slots, SlotState.WRITING, SlotState.READY)
+        self._end_write(slots, _READY)
 
     def drop(self, slots: Sequence[int]) -> None:
         """Take slots whose write has failed away from their keys; the ticket is still their user."""
         self._policy.remove(slots)
-        self._take_keys(slots)
-        self._mark(slots, SlotState.WRITING, SlotState.KEYLESS)
+        self._index.drop([self._key_of[slot] for slot in slots])
+        self._end_write(slots, _KEYLESS)
 
     def clear(self) -> None:
         """Take every block away; slots without users are free, the others become keyless."""
-        slots = list(self._slot_of.values())
-        ready = [slot for slot in slots if self._state[slot] == SlotState.READY]
-        writing = [slot for slot in slots if self._state[slot] == SlotState.WRITING]
+        in_use = np.flatnonzero(np.frombuffer(self._users, dtype=np.int32)).tolist()
         self._policy.clear()
-        self._take_keys(slots)
-        self._make_free([slot for slot in ready if not self._users[slot]], SlotState.READY)
-        self._mark([slot for slot in ready if self._users[slot]], SlotState.READY, SlotState.KEYLESS)
-        self._mark(writing, SlotState.WRITING, SlotState.KEYLESS)
+        self._given_up += self._index.parts()
+        self._index = make_index(self.slot_count)
+        self._writes = {}
+        self._state = bytearray(self.slot_count)
+        for slot in in_use:
+            self._state[slot] = _KEYLESS
+        self._count_of = [self.slot_count - len(in_use), 0, 0, len(in_use)]
+        self._first_fresh = 0
+        self._reusable = []
 
-    def _take_keys(self, slots: Sequence[int]) -> list[OffloadKey]:
-        keys: list[OffloadKey] = []
+    def free_given_up(self) -> None:
+        """Free a slice of what the last reset has left behind."""
+        if self._given_up:
+            self._given_up.pop()
+
+    def _take_free(self, count: int) -> list[int]:
+        state, total = self._state, self.slot_count
+        slots: list[int] = []
+        while len(slots) < count and self._first_fresh < total:
+            start = self._first_fresh
+            self._first_fresh = min(total, start + count - len(slots))
+            # After a reset, slots that are still in use lie among the fresh ones.
+            slots += [slot for slot in range(start, self._first_fresh) if state[slot] == _FREE]
+        if reused := count - len(slots):
+            slots += self._reusable[: -reused - 1 : -1]
+            del self._reusable[-reused:]
+        return slots
+
+    def _make_free(self, slots: Sequence[int], old: int) -> None:
+        state, first_fresh = self._state, self._first_fresh
         for slot in slots:
-            key = self._key_of[slot]
-            if key is not None:
-                keys.append(key)
-                del self._slot_of[key]
-            self._key_of[slot] = None
-            self._write_of[slot] = None
-        return keys
+            state[slot] = _FREE
+        self._count_of[old] -= len(slots)
+        self._count_of[_FREE] += len(slots)
+        if first_fresh == self.slot_count:
+            self._reusable.extend(slots)
+        else:
+            self._reusable.extend([slot for slot in slots if slot < first_fresh])
 
-    def _make_free(self, slots: Sequence[int], old: SlotState) -> None:
-        self._mark(slots, old, SlotState.FREE)
-        self._reusable.extend(slots)
-
-    def _mark(self, slots: Sequence[int], old: SlotState, new: SlotState) -> None:
-        """Change the state of slots that are all `old`."""
+    def _end_write(self, slots: Sequence[int], new: int) -> None:
+        """Change the state of slots that were all being written, under one ticket."""
         state = self._state
         for slot in slots:
             state[slot] = new
-        self.count_of[old] -= len(slots)
-        self.count_of[new] += len(slots)
+        self._count_of[_WRITING] -= len(slots)
+        self._count_of[new] += len(slots)
+        if slots:
+            del self._writes[self._write_number_of[slots[0]]]

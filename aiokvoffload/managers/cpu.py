@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from aiokvoffload.clock import Clock
 from aiokvoffload.errors import ConfigurationError, InvalidRequestError, StateError
@@ -13,7 +14,7 @@ from aiokvoffload.keys import OffloadKey
 from aiokvoffload.kv_caches import KVGroup
 from aiokvoffload.managers.announcer import Announcer
 from aiokvoffload.managers.base import Keys, ManagerStatistics, OffloadingManager, WhenFull
-from aiokvoffload.managers.blocks import BlockTable, SlotState
+from aiokvoffload.managers.blocks import BlockTable, Found, SlotState
 from aiokvoffload.managers.prefix import PrefixMatcher
 from aiokvoffload.managers.requests import RequestTable
 from aiokvoffload.managers.waits import LoadRequest, Take, WriteWaits
@@ -29,6 +30,9 @@ from aiokvoffload.specs import (
     RequestBinding,
     Ticket,
 )
+
+_Usable = Literal["known", "ready", "none"]
+"""Which blocks a load can have: those stored or being written, only those stored, or none."""
 
 
 @dataclass(slots=True)
@@ -104,7 +108,7 @@ class CPUOffloadingManager(OffloadingManager):
         """Return MISS, HIT or PENDING for each key."""
         if self._bind(ctx).epoch != self._epoch:
             return [LookupResult.MISS] * len(keys)
-        return self._blocks.lookup(keys)
+        return self._blocks.results(self._blocks.find(keys))
 
     def lookup_prefix_nowait(
         self,
@@ -127,7 +131,7 @@ class CPUOffloadingManager(OffloadingManager):
         keys, depths = _without_repeats(keys, depths)
         if binding.epoch == self._epoch:
             self._requests.open_access(binding)
-            self._blocks.touch(keys, self._access(binding, ctx, depths))
+            self._blocks.touch(keys, self._blocks.find(keys), self._access(binding, ctx, depths))
 
     # Loading
 
@@ -145,7 +149,7 @@ class CPUOffloadingManager(OffloadingManager):
         ticket = PrepareLoadOutput(self, self._epoch, self._generation)
         parts = [list(dict.fromkeys(part)) for part in self._prefix.split(keys, group_sizes)]
         request = LoadRequest(parts, take, resident_tokens)
-        self._pin(ticket, request, self._blocks.is_known if binding.epoch == self._epoch else _is_never_usable)
+        self._pin(ticket, request, "known" if binding.epoch == self._epoch else "none")
         self._waits.add(ticket, request, self._blocks.writes(ticket.slots))
         self._hits += len(ticket.keys)
         return ticket
@@ -154,7 +158,7 @@ class CPUOffloadingManager(OffloadingManager):
         """Return a ticket that pins nothing and waits while any of `keys` is being written."""
         self._check()
         ticket = PrepareLoadOutput(self, self._epoch, self._generation)
-        slots = self._blocks.slots([key for key in keys if self._blocks.is_known(key)])
+        slots = [slot for slot in self._blocks.find(keys) if slot is not None]
         self._waits.add(ticket, LoadRequest([keys], "nothing"), self._blocks.writes(slots))
         return ticket
 
@@ -191,18 +195,18 @@ class CPUOffloadingManager(OffloadingManager):
             self._refused += len(keys)
             return ticket
         is_new = self._requests.open_access(binding)
+        found = self._blocks.find(keys)
         offer = _Offer(ticket, list(keys), self._access(binding, ctx, depths), binding)
         if is_new:
-            self._blocks.touch(keys, offer.access)
-        missing = self._blocks.missing(keys)
-        is_behind_others = bool(missing and self._offers)
-        if is_behind_others or not self._grant(offer, missing, is_leading_enough=when_full == "leading"):
+            self._blocks.touch(keys, found, offer.access)
+        is_behind_others = bool(self._offers) and None in found
+        if is_behind_others or not self._grant(offer, found, is_leading_enough=when_full == "leading"):
             # What is stored of the offer is not evicted for it, so all of it must fit at once.
             if when_full == "wait" and len(offer.keys) <= self._blocks.slot_count:
                 ticket.is_waiting = True
                 self._offers.append(offer)
             else:
-                self._refuse(offer)
+                self._refuse(offer, found)
         self._end_step()
         return ticket
 
@@ -276,13 +280,13 @@ class CPUOffloadingManager(OffloadingManager):
 
     def statistics(self) -> ManagerStatistics:
         """Return the counts of this moment."""
-        count_of = self._blocks.count_of
+        count = self._blocks.count
         return ManagerStatistics(
             total=self._blocks.slot_count,
-            free=count_of[SlotState.FREE],
-            ready=count_of[SlotState.READY],
-            writing=count_of[SlotState.WRITING],
-            leased_without_key=count_of[SlotState.KEYLESS],
+            free=count(SlotState.FREE),
+            ready=count(SlotState.READY),
+            writing=count(SlotState.WRITING),
+            leased_without_key=count(SlotState.KEYLESS),
             pinned=self._blocks.pinned_count,
             waiting_stores=len(self._offers),
             waiting_loads=len(self._waits.tickets),
@@ -327,23 +331,29 @@ class CPUOffloadingManager(OffloadingManager):
             return Access(binding.tick, now, depths=depths)
         return Access(binding.tick, now, ctx.turn, ctx.priority, depths)
 
-    def _pin(self, ticket: PrepareLoadOutput, request: LoadRequest, is_usable: Callable[[OffloadKey], bool]) -> None:
+    def _pin(self, ticket: PrepareLoadOutput, request: LoadRequest, usable: _Usable) -> None:
         """Pin what a load can have."""
-        sizes = [len(part) for part in request.parts]
         if request.take == "all":
-            is_complete = all(map(is_usable, (key for part in request.parts for key in part)))
-            needed = [range(size if is_complete else 0) for size in sizes]
+            keys = request.parts[0] if len(request.parts) == 1 else [key for part in request.parts for key in part]
+            found = self._blocks.find(keys)
+            is_complete = None not in found and (
+                usable == "known" or (usable == "ready" and self._blocks.all_ready(found))
+            )
+            needed = [range(len(part) if is_complete else 0) for part in request.parts]
             ticket.token_count = min(len(run) * tokens for run, tokens in zip(needed, self.block_tokens, strict=True))
+            ticket.keys = keys if is_complete else ()
         else:
-            end = self._prefix.boundary(request.parts, is_usable, request.resident_tokens)
-            needed = [self._prefix.needed(group, end, request.resident_tokens) for group in range(len(sizes))]
+            is_usable = {"known": self._blocks.is_known, "ready": self._blocks.is_ready, "none": _is_never_usable}
+            end = self._prefix.boundary(request.parts, is_usable[usable], request.resident_tokens)
+            needed = [self._prefix.needed(group, end, request.resident_tokens) for group in range(len(request.parts))]
             ticket.token_count = end
+            ticket.keys = [
+                key for part, run in zip(request.parts, needed, strict=True) for key in part[run.start : run.stop]
+            ]
+            found = self._blocks.find(ticket.keys)
         ticket.group_sizes = tuple(map(len, needed))
         ticket.first_indices = tuple(run.start for run in needed)
-        ticket.keys = [
-            key for part, run in zip(request.parts, needed, strict=True) for key in part[run.start : run.stop]
-        ]
-        ticket.slots = self._blocks.slots(ticket.keys)
+        ticket.slots = [slot for slot in found if slot is not None] if ticket.keys else []
         self._blocks.hold(ticket.slots)
 
     def _settle_load(self, ticket: PrepareLoadOutput, *, is_missed: bool = False) -> None:
@@ -351,15 +361,14 @@ class CPUOffloadingManager(OffloadingManager):
         request = self._waits.remove(ticket)
         if is_missed or not self._blocks.all_ready(ticket.slots):
             held = ticket.slots
-            self._pin(ticket, request, _is_never_usable if is_missed else self._blocks.is_ready)
+            self._pin(ticket, request, "none" if is_missed else "ready")
             self._blocks.release(held)
         self._end_wait(ticket)
 
-    def _grant(self, offer: _Offer, missing: list[OffloadKey], *, is_leading_enough: bool) -> bool:
+    def _grant(self, offer: _Offer, found: Found, *, is_leading_enough: bool) -> bool:
         """Give an offer its slots; False if there are not enough, and then nothing has changed."""
         ticket = offer.ticket
-        self._note_present(offer, missing)
-        protected = self._blocks.slots(ticket.resident_keys)
+        missing, protected = self._note_present(offer, found)
         admitted = self._policy.admit(missing, offer.access)
         room = self._blocks.room_beside(protected)
         if len(admitted) > room and not is_leading_enough:
@@ -380,18 +389,20 @@ class CPUOffloadingManager(OffloadingManager):
         ticket.slots = self._blocks.reserve(taken, ticket, _access_to(taken, offer))
         return True
 
-    def _note_present(self, offer: _Offer, missing: Keys) -> None:
-        """Note which keys of an offer are stored, or being stored, at this moment."""
-        ticket = offer.ticket
+    def _note_present(self, offer: _Offer, found: Found) -> tuple[Keys, list[int]]:
+        """Note which keys of an offer are stored, or being stored; return the others, and the slots of stored ones."""
+        ticket, keys = offer.ticket, offer.keys
         ticket.resident_keys = ticket.pending_keys = ()
-        if len(missing) < len(offer.keys):
-            found = dict(zip(offer.keys, self._blocks.lookup(offer.keys), strict=True))
-            ticket.resident_keys = [key for key, result in found.items() if result is LookupResult.HIT]
-            ticket.pending_keys = [key for key, result in found.items() if result is LookupResult.PENDING]
+        if found.count(None) == len(keys):
+            return keys, []
+        results = self._blocks.results(found)
+        ticket.resident_keys = _selected(keys, results, LookupResult.HIT)
+        ticket.pending_keys = _selected(keys, results, LookupResult.PENDING)
+        stored = [slot for slot, result in zip(found, results, strict=True) if result is LookupResult.HIT]
+        return _selected(keys, results, LookupResult.MISS), [slot for slot in stored if slot is not None]
 
-    def _refuse(self, offer: _Offer) -> None:
-        missing = self._blocks.missing(offer.keys)
-        self._note_present(offer, missing)
+    def _refuse(self, offer: _Offer, found: Found) -> None:
+        missing, _ = self._note_present(offer, found)
         offer.ticket.refused_keys = missing
         self._refused += len(missing)
 
@@ -399,7 +410,7 @@ class CPUOffloadingManager(OffloadingManager):
         """Take an offer out of the line."""
         offer = next(offer for offer in self._offers if offer.ticket is ticket)
         self._offers.remove(offer)
-        self._refuse(offer)
+        self._refuse(offer, self._blocks.find(offer.keys))
         self._end_wait(ticket)
 
     def _serve_offers(self) -> None:
@@ -407,12 +418,11 @@ class CPUOffloadingManager(OffloadingManager):
         while self._offers:
             offer = self._offers[0]
             ticket = offer.ticket
+            found = self._blocks.find(offer.keys)
             if offer.binding.epoch != self._epoch:
-                self._refuse(offer)
-            else:
-                missing = self._blocks.missing(offer.keys)
-                if not self._grant(offer, missing, is_leading_enough=False):
-                    return
+                self._refuse(offer, found)
+            elif not self._grant(offer, found, is_leading_enough=False):
+                return
             self._offers.popleft()
             ticket.epoch, ticket.generation = self._epoch, self._generation
             self._end_wait(ticket)
@@ -423,8 +433,10 @@ class CPUOffloadingManager(OffloadingManager):
 
     def _end_step(self) -> None:
         """Serve whom the step made room for, then tell: first the sink, then those who waited."""
-        self._serve_offers()
+        if self._offers:
+            self._serve_offers()
         self._announcer.send()
+        self._blocks.free_given_up()
         while self._settled:
             settled, self._settled = self._settled, []
             for ticket in settled:
@@ -441,6 +453,10 @@ class CPUOffloadingManager(OffloadingManager):
             self._rejected += 1
             return Completion.REPEATED
         return None
+
+
+def _selected(keys: Keys, results: Sequence[LookupResult], wanted: LookupResult) -> list[OffloadKey]:
+    return [key for key, result in zip(keys, results, strict=True) if result is wanted]
 
 
 def _is_never_usable(_key: OffloadKey) -> bool:

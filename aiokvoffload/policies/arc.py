@@ -77,16 +77,15 @@ class ARCPolicy(RankedPolicy):
         for slot in slots:
             self._is_written[slot] = 1
 
-    def evict(self, count: int, protected: Collection[int] = ()) -> list[int] | None:
-        """Drop the `count` slots that leave first, or none; their keys become ghosts."""
-        victims = super().evict(count, protected)
-        for slot in victims or ():
-            if self._line_of[slot] != _DEMOTED:
-                ghosts = self._ghosts[self._line_of[slot]]
-                ghosts[self._key_of[slot]] = -1
-                if len(ghosts) > self.capacity:
-                    ghosts.popitem(last=False)
-        return victims
+    def _leave(self, line: int, slots: Sequence[int]) -> None:
+        """Let the keys of evicted slots become ghosts, unless they were demoted."""
+        if line == _DEMOTED:
+            return
+        ghosts, key_of = self._ghosts[line], self._key_of
+        for slot in slots:
+            ghosts[key_of[slot]] = -1
+        while len(ghosts) > self.capacity:
+            ghosts.popitem(last=False)
 
     def clear(self) -> None:
         """Drop all slots, ghosts and what was learned."""
@@ -97,10 +96,10 @@ class ARCPolicy(RankedPolicy):
 
     def _shares(self, count: int) -> Sequence[tuple[int, int]]:
         """What was demoted, then T1 down to its target, then T2, then what is left of T1."""
-        recent_evictable, frequent_evictable, demoted_evictable = map(len, self._lines)
+        recent_evictable, frequent_evictable, demoted_evictable = (line.evictable_count for line in self._lines)
         from_demoted = min(count, demoted_evictable)
         count -= from_demoted
-        above_target = max(0, self._line_sizes[_T1] - int(self._target) + 1)
+        above_target = max(0, self._lines[_T1].resident_count - int(self._target) + 1)
         from_recent = min(count, recent_evictable, above_target)
         from_frequent = min(count - from_recent, frequent_evictable)
         return (

@@ -1,157 +1,200 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiokvoffload.policies.base import Access
-from aiokvoffload.policies.ranking import LEAF_SLOTS, RankedSlots, Ranks
+from aiokvoffload.policies.lru import LRUPolicy
+from aiokvoffload.policies.ranking import BATCH_SLOTS, LEAF_SLOTS, RankedPolicy, Ranks
 from aiokvoffload.testing.policy_contract import CONTRACT_SETTINGS, count_instructions
 
 CAPACITY = 12 * LEAF_SLOTS
 
 
-def ranked(capacity: int, seed: int | None = None) -> tuple[Ranks, RankedSlots]:
-    """Slots ranked by number, or shuffled."""
-    ranks = Ranks(capacity)
-    order = list(range(capacity))
-    if seed is not None:
-        random.Random(seed).shuffle(order)
-    ranks.assign(order, Access(1))
-    return ranks, RankedSlots(ranks)
+class Model:
+    """A ranked policy that sorts everything whenever it is asked."""
+
+    def __init__(self) -> None:
+        self.rank_of: dict[int, tuple[int, int, int]] = {}
+        self.evictable: set[int] = set()
+        self.ranked_count = 0
+
+    def rank(self, slots: Sequence[int], tick: int, depths: Sequence[int] | None) -> None:
+        for slot, depth in zip(slots, depths or [1 << 40] * len(slots), strict=True):
+            self.ranked_count += 1
+            self.rank_of[slot] = (tick, -depth, self.ranked_count)
+
+    def drop(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            del self.rank_of[slot]
+        self.evictable.difference_update(slots)
+
+    def in_order(self) -> list[int]:
+        return sorted(self.evictable, key=self.rank_of.__getitem__)
 
 
-def check_leaves(slots: RankedSlots) -> None:
-    assert all(0 < len(leaf) <= 2 * LEAF_SLOTS for leaf in slots._leaves)
-    assert sum(map(len, slots._leaves)) == len(slots)
+def check_leaves(policy: RankedPolicy) -> None:
+    for line in policy._lines:
+        assert line.open_leaves == [leaf for leaf in line.leaves if leaf.evictable_count]
+        bounds = [leaf.bound for leaf in line.leaves]
+        assert bounds == sorted(bounds)
+        for leaf in line.leaves:
+            live = [slot for slot in leaf.slots if policy._leaf_of[slot] == leaf.number]
+            assert len(live) == leaf.resident_count > 0
+            assert sum(policy._is_evictable[slot] for slot in live) == leaf.evictable_count
+            assert len(leaf.slots) <= 2 * LEAF_SLOTS
+        assert sum(leaf.resident_count for leaf in line.leaves) == line.resident_count
+        assert sum(leaf.evictable_count for leaf in line.leaves) == line.evictable_count
 
 
-class TestRankedSlots:
-    @settings(CONTRACT_SETTINGS, max_examples=60)
-    @given(st.data())
-    def test_it_is_a_sorted_list(self, data: st.DataObject) -> None:
-        ranks, slots = ranked(CAPACITY, data.draw(st.none() | st.integers(0, 5), label="seed"))
-        model: set[int] = set()
-        for _ in range(data.draw(st.integers(1, 12), label="steps")):
-            call = data.draw(st.sampled_from(["add", "add", "discard", "pop", "peek", "clear"]), label="call")
-            low, high = sorted(data.draw(st.lists(st.integers(0, CAPACITY), min_size=2, max_size=2), label="range"))
-            chosen = {*range(low, high, data.draw(st.sampled_from([1, 1, 2, 3, 7, 100]), label="step"))}
-            if call == "add":
-                slots.add(chosen - model)
-                model |= chosen
-            elif call == "discard":
-                slots.discard(chosen & model)
-                model -= chosen
-            elif call == "clear" and data.draw(st.booleans()):
-                slots.clear()
-                model.clear()
-            in_order = sorted(model, key=ranks.of_slot.__getitem__)
-            if call == "pop":
-                assert slots.pop_coldest(low) == in_order[:low]
-                model -= {*in_order[:low]}
-                in_order = in_order[low:]
-            assert len(slots) == len(model)
-            assert slots.coldest(high) == in_order[:high]
-            assert slots.coldest(CAPACITY) == in_order
-            check_leaves(slots)
+@st.composite
+def slot_runs(draw: st.DrawFn) -> list[int]:
+    low, high = sorted(draw(st.lists(st.integers(0, CAPACITY), min_size=2, max_size=2)))
+    run = list(range(low, high, draw(st.sampled_from([1, 1, 2, 3, 7, 100]))))
+    if draw(st.booleans()):
+        random.Random(low).shuffle(run)
+    return run
 
-    @pytest.mark.parametrize("seed", range(3))
-    def test_one_by_one(self, seed: int) -> None:
-        ranks, slots = ranked(CAPACITY, seed)
-        model: list[int] = []
-        rng = random.Random(seed)
-        for step in range(3000):
-            if model and rng.random() < (0.3 if step < 2000 else 0.9):
-                slot = model.pop(rng.randrange(len(model)))
-                slots.discard([slot])
+
+@settings(CONTRACT_SETTINGS, max_examples=80)
+@given(st.data())
+def test_it_is_a_sorted_list(data: st.DataObject) -> None:
+    policy, model = LRUPolicy(CAPACITY), Model()
+    for _ in range(data.draw(st.integers(1, 14), label="steps")):
+        call = data.draw(st.sampled_from(["insert", "insert", "unpin", "unpin", "pin", "touch", "touch", "evict",
+                                          "remove", "demote", "clear"]), label="call")  # fmt: skip
+        run = data.draw(slot_runs(), label="run")
+        known = [slot for slot in run if slot in model.rank_of]
+        if call in ("insert", "touch"):
+            chosen = known if call == "touch" else [slot for slot in run if slot not in model.rank_of]
+            depths: Sequence[int] | None = data.draw(
+                st.sampled_from([None, range(16, 16 + 16 * len(chosen), 16), [slot % 50 for slot in chosen]])
+            )
+            access = Access(data.draw(st.integers(1, 9), label="tick"), depths=depths)
+            if call == "insert":
+                policy.insert(chosen, [b""] * len(chosen), access)  # type: ignore[list-item]  # LRU keeps no keys
+                model.rank(chosen, access.tick, depths)
             else:
-                slot = rng.choice([slot for slot in range(step % 97, CAPACITY, 97) if slot not in model] or [-1])
-                if slot >= 0:
-                    slots.add([slot])
-                    model.append(slot)
-        check_leaves(slots)
-        assert slots.coldest(CAPACITY) == sorted(model, key=ranks.of_slot.__getitem__)
+                policy.touch(chosen, access)
+                older = [place for place, slot in enumerate(chosen) if model.rank_of[slot][0] < access.tick]
+                moved = [chosen[place] for place in older]
+                model.rank(moved, access.tick, None if depths is None else [depths[place] for place in older])
+        elif call in ("unpin", "pin"):
+            chosen = [slot for slot in known if (slot in model.evictable) == (call == "pin")]
+            getattr(policy, call)(chosen)
+            model.evictable.symmetric_difference_update(chosen)
+        elif call == "evict":
+            count = data.draw(st.integers(0, CAPACITY), label="count")
+            victims = [slot for slot in model.in_order() if slot not in known][:count]
+            assert policy.evict(count, known) == (victims if len(victims) == count else None)
+            model.drop(victims if len(victims) == count else [])
+        elif call == "demote":
+            policy.demote(known)
+            model.rank(known, 0, None)
+        elif call == "remove":
+            policy.remove(known)
+            model.drop(known)
+        elif data.draw(st.booleans()):
+            policy.clear()
+            model = Model()
+        assert policy.coldest(CAPACITY) == model.in_order()
+        assert policy.coldest(7) == model.in_order()[:7]
+        assert policy.evictable_count == len(model.evictable)
+        check_leaves(policy)
 
-    @pytest.mark.parametrize("size", [LEAF_SLOTS - 1, LEAF_SLOTS, LEAF_SLOTS + 1, 2 * LEAF_SLOTS, 2 * LEAF_SLOTS + 1])
-    def test_leaves_split_and_empty_at_any_size(self, size: int) -> None:
-        _, slots = ranked(4 * LEAF_SLOTS)
-        slots.add(range(0, 2 * size, 2) if 2 * size <= 4 * LEAF_SLOTS else range(size))
-        before = slots.coldest(CAPACITY)
-        check_leaves(slots)
-        assert before == sorted(before)
-        assert len(before) == size
-        assert slots.pop_coldest(size - 1) == before[:-1]
-        assert slots.pop_coldest(5) == before[-1:]
-        assert len(slots) == 0
-        assert slots.pop_coldest(1) == []
-        slots.add([3])
-        assert slots.coldest(1) == [3]
 
-    @pytest.mark.parametrize("step", [1, -1])
-    def test_their_number_follows_the_slots(self, step: int) -> None:
-        _, slots = ranked(64 * LEAF_SLOTS)
-        slots.add(range(64 * LEAF_SLOTS))
-        left = range(0, 64 * LEAF_SLOTS, LEAF_SLOTS)
-        for start in left[::step]:
-            slots.discard(range(start + 1, start + LEAF_SLOTS))
-        assert slots.coldest(CAPACITY) == list(left)
-        assert len(slots._leaves) <= 2
+def filled(capacity: int, *, step: int = 1) -> LRUPolicy:
+    policy = LRUPolicy(capacity)
+    slots = range(0, capacity, step)
+    policy.insert(slots, [b""] * len(slots), Access(1))  # type: ignore[list-item]  # LRU keeps no keys
+    policy.unpin(slots)
+    return policy
 
-    def test_a_run_of_neighbours_costs_one_search(self) -> None:
-        _, slots = ranked(CAPACITY)
-        slots.add(range(100))
-        slots.add(range(200, CAPACITY))
 
-        def add_and_discard(count: int) -> int:
-            run = range(100, 100 + count)
+@pytest.mark.parametrize("seed", range(3))
+def test_one_by_one(seed: int) -> None:
+    rng = random.Random(seed)
+    policy, model = LRUPolicy(CAPACITY), Model()
+    for step in range(1500):
+        slot = rng.randrange(step % 97, CAPACITY, 97)
+        if slot in model.evictable and rng.random() < (0.3 if step < 1000 else 0.9):
+            policy.remove([slot])
+            model.drop([slot])
+        elif slot not in model.rank_of:
+            tick = rng.randrange(1, 50)
+            policy.insert([slot], [b""], Access(tick, depths=[slot]))  # type: ignore[list-item]  # LRU keeps no keys
+            model.rank([slot], tick, [slot])
+            policy.unpin([slot])
+            model.evictable.add(slot)
+    check_leaves(policy)
+    assert policy.coldest(CAPACITY) == model.in_order()
 
-            def work() -> None:
-                slots.add(run)
-                slots.discard(run)
 
-            return count_instructions(work)
+@pytest.mark.parametrize("step", [1, -1])
+def test_the_number_of_leaves_follows_the_slots(step: int) -> None:
+    policy = filled(64 * LEAF_SLOTS)
+    left = range(0, 64 * LEAF_SLOTS, LEAF_SLOTS)
+    for start in left[::step]:
+        policy.remove(range(start + 1, start + LEAF_SLOTS))
+    assert policy.coldest(CAPACITY) == list(left)
+    assert len(policy._lines[0].leaves) <= 2
+    check_leaves(policy)
 
-        assert add_and_discard(100) <= 2 * add_and_discard(1)
+
+def test_touching_for_ever_without_an_eviction_leaves_nothing_behind() -> None:
+    policy = filled(LEAF_SLOTS)
+    for tick in range(2, 400):
+        policy.touch(range(tick % 5, LEAF_SLOTS, 5), Access(tick))
+    assert sum(len(leaf.slots) for leaf in policy._lines[0].leaves) <= 3 * LEAF_SLOTS
+    assert len(policy._leaves) <= 8
+
+
+def test_a_run_costs_much_less_than_its_slots_one_by_one() -> None:
+    policy = filled(CAPACITY)
+
+    def pin_and_unpin(runs: Sequence[Sequence[int]]) -> int:
+        def work() -> None:
+            for run in runs:
+                policy.pin(run)
+                policy.unpin(run)
+
+        return count_instructions(work)
+
+    run = range(100, 228)
+    assert pin_and_unpin([run]) * 2 <= pin_and_unpin([[slot] for slot in run])
+
+
+def test_whatever_is_pinned_an_eviction_looks_at_one_leaf() -> None:
+    def instructions(pinned_count: int) -> int:
+        policy = filled(200 * LEAF_SLOTS)
+        policy.pin(range(pinned_count))
+        return count_instructions(lambda: policy.evict(1))
+
+    assert instructions(150 * LEAF_SLOTS + 100) <= 2 * instructions(100)
 
 
 class TestRanks:
-    def leave_in_order(self, ranks: Ranks) -> list[int]:
-        return sorted(range(len(ranks.of_slot)), key=ranks.of_slot.__getitem__)
-
-    def test_older_requests_leave_first_then_deeper_blocks_then_the_first_given(self) -> None:
-        ranks = Ranks(7)
-        ranks.assign([4, 5, 6], Access(2, depths=[16, 32, 32]))
-        ranks.assign([0, 1, 2, 3], Access(1, depths=[16, 48, 48, 32]))
-        assert self.leave_in_order(ranks) == [1, 2, 3, 0, 5, 6, 4]
-
-    def test_without_depths_the_first_given_leaves_first(self) -> None:
-        ranks = Ranks(4)
-        ranks.assign([2, 0], Access(1))
-        ranks.assign([3, 1], Access(1))
-        assert self.leave_in_order(ranks) == [2, 0, 3, 1]
-
-    def test_a_demoted_slot_stands_before_every_tick(self) -> None:
-        ranks = Ranks(4)
-        ranks.assign([0, 1, 2, 3], Access(1, depths=[1 << 39] * 4))
-        ranks.assign_first([3, 1])
-        assert self.leave_in_order(ranks) == [3, 1, 0, 2]
+    @pytest.mark.parametrize("count", [3, BATCH_SLOTS + 3])
+    def test_older_requests_leave_first_then_deeper_blocks_then_the_first_given(self, count: int) -> None:
+        ranks = Ranks(100)
+        slots = list(range(count))
+        assert ranks.assign(slots, 2, [16, 32, 32] + [8] * (count - 3))[:3] == [1, 2, 0]
+        assert ranks.of(1) < ranks.of(0)
+        ranks.assign([50], 1, [8])
+        assert ranks.of(50) < ranks.of(1)
+        assert ranks.assign(slots, 3, range(16, 16 + 16 * count, 16)) == slots[::-1]
+        assert ranks.assign(slots, 4, None) == slots
 
     def test_select_older_keeps_slots_and_depths_together(self) -> None:
         ranks = Ranks(4)
-        ranks.assign([0, 2], Access(5))
-        ranks.assign([1, 3], Access(6))
+        ranks.assign([0, 2], 5, None)
+        ranks.assign([1, 3], 6, None)
         slots, access = ranks.select_older([0, 1, 2, 3], Access(6, depths=[10, 11, 12, 13]))
         assert list(slots) == [0, 2]
         assert access.depths == [10, 12]
         assert ranks.select_older([0, 2], Access(6)) == ([0, 2], Access(6))
         assert not ranks.select_older([0, 1], Access(5))[0]
-
-    def test_fields_do_not_run_into_each_other(self) -> None:
-        ranks = Ranks(3)
-        largest = (1 << 40) - 1
-        ranks.assign([0], Access(2, depths=[largest]))
-        ranks.assign([1], Access(1, depths=[0]))
-        ranks.assign([2], Access(1, depths=[largest]))
-        assert self.leave_in_order(ranks) == [2, 1, 0]
