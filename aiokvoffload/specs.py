@@ -219,7 +219,7 @@ class TransferResult:
         transfer_type: Media, from and to.
         byte_count: Bytes moved.
         seconds: Time the device took, where it moved anything.
-        token_count: Tokens that a load has brought; 0 for a store and for a failed load.
+        token_count: Tokens that are there after a load, resident ones included; 0 for a store and for a failed load.
         error: Why it failed.
     """
 

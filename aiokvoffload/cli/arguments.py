@@ -48,6 +48,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> ReplayOptions:
         allow_abbrev=False,
     )
     _add_replay_options(replay)
+    commands.add_parser("bench", help="measure what the library costs; see bench --help", add_help=False)
     return _replay_options(replay, program.parse_args(arguments))
 
 

@@ -173,6 +173,8 @@ class BlockTable:
 
         Slots that were never used come first, then the one freed last.
         """
+        if not keys:
+            return []
         slots = self._take_free(len(keys))
         self._write_total = number = self._write_total + 1
         self._writes[number] = write

@@ -382,7 +382,7 @@ class ManagerModel:
         self._bindings: dict[str, ModelBinding] = {}
         self._open_stores: list[ModelStore] = []
         self._last_tick = 0
-        self._fresh_slots = list(range(block_count))
+        self._next_fresh_slot = 0
         self._freed_slots: list[int] = []
 
     def find(self, key: OffloadKey) -> ModelBlock | None:
@@ -534,12 +534,12 @@ class ManagerModel:
         """See `OffloadingManager.reset_nowait`."""
         self.generation += 1
         self.policy.clear()
-        for block in list(self.blocks):
-            if block.key is not None:
-                block.key = None
-                block.is_ready = False
-                if not block.users:
-                    self._free(block)
+        self.blocks = [block for block in self.blocks if block.users]
+        for block in self.blocks:
+            block.key = None
+            block.is_ready = False
+        self._next_fresh_slot = 0
+        self._freed_slots.clear()
         self._announce(EventKind.CLEARED, ())
         for load in list(self.loads):
             self._settle_load(load)
@@ -652,8 +652,9 @@ class ManagerModel:
         store.refused_keys = missing[room:]
         self.refused += len(store.refused_keys)
         store.keys_to_store = taken
-        store.blocks = [ModelBlock(self._take_slot(), key) for key in taken]
-        self.blocks += store.blocks
+        for key in taken:
+            store.blocks.append(ModelBlock(self._take_slot(), key))
+            self.blocks.append(store.blocks[-1])
         depths = store.access.depths
         depth_of = {} if depths is None else dict(zip(store.keys, depths, strict=True))
         self.policy.insert(
@@ -692,11 +693,19 @@ class ManagerModel:
                 self._free(block)
 
     def _take_slot(self) -> int:
-        return self._fresh_slots.pop(0) if self._fresh_slots else self._freed_slots.pop()
+        """Slots never used since the last reset come first, in order, then the one freed last."""
+        slots_in_use = [block.slot for block in self.blocks]
+        while self._next_fresh_slot < self.block_count:
+            slot = self._next_fresh_slot
+            self._next_fresh_slot += 1
+            if slot not in slots_in_use:
+                return slot
+        return self._freed_slots.pop()
 
     def _free(self, block: ModelBlock) -> None:
         self.blocks.remove(block)
-        self._freed_slots.append(block.slot)
+        if block.slot < self._next_fresh_slot:
+            self._freed_slots.append(block.slot)
 
     def _announce(self, kind: EventKind, keys: Keys) -> None:
         if keys or kind is EventKind.CLEARED:

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 
 from aiokvoffload.errors import ConfigurationError
 from aiokvoffload.managers.cpu import CPUOffloadingManager
-from aiokvoffload.specs import LookupResult, ReqContext
+from aiokvoffload.specs import LookupResult, ReqContext, Ticket
 from aiokvoffload.testing.clock import ManualClock
 from aiokvoffload.testing.manager_contract import assert_at_rest
 from aiokvoffload.testing.models import LRUModel
@@ -92,3 +93,34 @@ def test_the_policy_is_told_when_and_by_whom() -> None:
         ("insert", 2, 8.0, 0, 0, [32]),
     ]
     assert seen[-2] == ("touch", 2, 8.0, 0, 0, [16])
+
+
+def test_tickets_that_are_over_are_forgotten() -> None:
+    manager = CPUOffloadingManager(4)
+
+    def use() -> None:
+        for success in (True, False):
+            ticket = manager.prepare_store_nowait(make_keys(1, 2))
+            load = manager.prepare_load_nowait(make_keys(1), take="leading")
+            watch = manager.watch_nowait(make_keys(1))
+            manager.complete_store_nowait(ticket, success)
+            manager.complete_load_nowait(load)
+            manager.complete_load_nowait(watch)
+            manager.complete_store_nowait(manager.prepare_store_nowait(make_keys(1)))
+            manager.complete_store_nowait(manager.prepare_store_nowait([]))
+        writing = manager.prepare_store_nowait(make_keys(3))
+        refused = manager.prepare_store_nowait(make_keys(*range(10, 14)))
+        waiting = manager.prepare_store_nowait(make_keys(*range(10, 14)), when_full="wait")
+        manager.complete_store_nowait(refused)
+        manager.complete_store_nowait(waiting)
+        manager.complete_store_nowait(writing)
+
+    def tickets() -> int:
+        gc.collect()
+        return sum(isinstance(found, Ticket) for found in gc.get_objects())
+
+    use()
+    before = tickets()
+    for _ in range(20):
+        use()
+    assert tickets() == before

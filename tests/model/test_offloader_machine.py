@@ -955,6 +955,7 @@ def check_invariants(machine: OffloaderMachineTest) -> None:
 MACHINES = pytest.mark.parametrize(("factor", "policy"), [(1, "lru"), (1, "arc"), (2, "lru"), (2, "arc")])
 
 
+@pytest.mark.timeout(600)  # for making a failure small
 @MACHINES
 def test_an_offloader_does_what_the_model_does(factor: int, policy: str) -> None:
     seen: Counter[str] = Counter()

@@ -11,6 +11,7 @@ from offloader_rig import Rig, keys_of, on_both_loops, settle, states
 from aiokvoffload import (
     ALREADY_DONE,
     BlocksInFlightError,
+    Deadlines,
     LookupResult,
     StateError,
     StoreOutcome,
@@ -19,6 +20,7 @@ from aiokvoffload import (
 )
 from aiokvoffload.devices.base import Direction, Stream
 from aiokvoffload.testing.asserts import assert_idle
+from aiokvoffload.testing.device import ManualDevice
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -303,6 +305,41 @@ async def test_poll_commits_sends_and_returns_what_has_ended() -> None:
         rig.manual_device.land_all()
         assert offloader.poll() == [second]
         assert offloader.poll() == []
+
+
+class SilentDevice(ManualDevice):
+    """Has no doorbell."""
+
+    def add_doorbell(self, ring: Callable[[], None]) -> Callable[[], None]:
+        none: Callable[[], None] = None  # type: ignore[assignment]  # a ManualDevice promises to have one
+        return none
+
+
+@on_both_loops
+async def test_a_device_without_a_doorbell_is_polled_by_the_clock() -> None:
+    rig = Rig(device=SilentDevice(), deadlines=Deadlines(landing_seconds=5))
+    async with rig.open() as offloader:
+        await settle()
+        handle = offloader.store_soon(keys_of(offloader, 1), [0])
+        await settle()
+        await rig.land()
+        assert not handle.is_idle
+        rig.manual_clock.advance(0.1)
+        await settle()
+        assert handle.is_idle
+        rig.manual_device.hang_direction(Direction.STORE)
+        hung = offloader.store_soon(keys_of(offloader, 1, salt="hung"), [1])
+        await settle()
+        rig.manual_clock.advance(5)
+        await settle()
+        with pytest.raises(BlocksInFlightError):
+            await hung
+        rig.manual_device.release()
+        rig.manual_device.land_all()
+        rig.manual_clock.advance(0.1)
+        await settle()
+        assert hung.is_idle
+        assert_idle(offloader)
 
 
 # What a transfer waits for
