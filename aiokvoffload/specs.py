@@ -77,7 +77,8 @@ class ReqContext:
     """Who is asking: one request, from its first lookup to its last store.
 
     All calls of a request pass the same context, or contexts with the same `req_id`. They count as one access,
-    and they are bound to the epoch of the first of them.
+    and they are bound to the epoch of the first of them: a request that is served again after `bump_epoch` needs a
+    new `req_id`.
 
     Attributes:
         req_id: Unique per request, not per conversation; empty for a request that makes one call only.

@@ -81,7 +81,8 @@ class TransferHandle:
     def fence(self) -> None:
         """Let what is launched on the compute stream from now on run after the copies; the host does not wait.
 
-        A step that ran behind a fence counts only if the result is good.
+        A step that ran behind a fence counts only if the result is good: until then, nothing that it has computed
+        may be published or stored, and the GPU blocks may not be overwritten.
 
         Raises:
             StateError: The copies are not sent yet, or no compute stream was named.

@@ -17,6 +17,7 @@ from aiokvoffload.offloader.deadlines import Deadlines
 from aiokvoffload.offloader.parts import Parts, build_parts
 from aiokvoffload.offloader.sync import SyncOffloader
 from aiokvoffload.policies.base import CachePolicy
+from aiokvoffload.transfers.worker import IN_FLIGHT_BYTES, STREAMS_PER_DIRECTION
 
 if TYPE_CHECKING:
     import torch
@@ -99,6 +100,8 @@ def open_offloader(
     store_threshold: int = 0,
     device: Device | str | None = None,
     compute_stream: object | None = None,
+    streams_per_direction: int = STREAMS_PER_DIRECTION,
+    in_flight_bytes: int = IN_FLIGHT_BYTES,
     deadlines: Deadlines | None = None,
     clock: Clock | None = None,
 ) -> OffloaderContext:
@@ -118,6 +121,8 @@ def open_offloader(
         device: Name or instance; by default the one that the tensors are on. A given instance is not closed.
         compute_stream: The engine's: transfers wait for what is on it when they are asked for, and `fence` holds it
             back. Without one the engine's work counts as done when it calls, as it is on a CPU.
+        streams_per_direction: Streams that copies of one direction are spread over.
+        in_flight_bytes: How much may be with the device at a time; what is over that waits in the queue.
         deadlines: How long anything may take.
         clock: Where deadlines are read.
 
@@ -137,6 +142,8 @@ def open_offloader(
             store_threshold=store_threshold,
             device=device,
             compute_stream=compute_stream,
+            streams_per_direction=streams_per_direction,
+            in_flight_bytes=in_flight_bytes,
             deadlines=deadlines or Deadlines(),
             clock=clock or SystemClock(),
         )

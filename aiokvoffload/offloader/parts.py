@@ -19,7 +19,7 @@ from aiokvoffload.offloader.subscriptions import EventHub
 from aiokvoffload.policies.base import CachePolicy
 from aiokvoffload.transfers.assembly import build_worker
 from aiokvoffload.transfers.pointers import SlotLayout
-from aiokvoffload.transfers.worker import OffloadingWorker
+from aiokvoffload.transfers.worker import IN_FLIGHT_BYTES, STREAMS_PER_DIRECTION, OffloadingWorker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +51,15 @@ def build_parts(
     compute_stream: object | None,
     deadlines: Deadlines,
     clock: Clock,
+    streams_per_direction: int = STREAMS_PER_DIRECTION,
+    in_flight_bytes: int = IN_FLIGHT_BYTES,
 ) -> Parts:
     """Build what an offloader is made of; arguments as in `open_offloader`."""
+    if streams_per_direction < 1 or in_flight_bytes < 1:
+        raise ConfigurationError(
+            f"streams_per_direction is {streams_per_direction} and in_flight_bytes {in_flight_bytes}; "
+            "both must be at least 1"
+        )
     layout = SlotLayout(kv_caches, block_size_factor)
     block_count = cpu_bytes // layout.slot_bytes
     if block_count < 1:
@@ -79,7 +86,13 @@ def build_parts(
             stack.callback(used_device.close)
         stream = None if compute_stream is None else used_device.adopt_stream(compute_stream)
         memory, worker = build_worker(
-            layout, block_count, used_device, clock, landing_seconds=deadlines.landing_seconds
+            layout,
+            block_count,
+            used_device,
+            clock,
+            landing_seconds=deadlines.landing_seconds,
+            streams_per_direction=streams_per_direction,
+            in_flight_bytes=in_flight_bytes,
         )
         stack.pop_all()
     return Parts(

@@ -75,6 +75,14 @@ class SyncOffloader(OffloaderMachine):
         handle.wait(timeout_seconds=self.deadlines.landing_seconds)
         return handle.outcomes
 
+    def reset(self) -> None:
+        """See `reset_nowait`."""
+        self.reset_nowait()
+
+    def bump_epoch(self) -> None:
+        """See `bump_epoch_nowait`."""
+        self.bump_epoch_nowait()
+
     def close(self, *, drain_seconds: float | None = None) -> None:
         """Wait, blocking, for what is under way, and close; idempotent.
 

@@ -10,7 +10,7 @@ from aiokvoffload.memory.base import HostMemory
 from aiokvoffload.memory.pinned import PinnedMemory
 from aiokvoffload.transfers.device_host import SingleDirectionOffloadingHandler
 from aiokvoffload.transfers.pointers import SlotLayout
-from aiokvoffload.transfers.worker import LANDING_SECONDS, OffloadingWorker
+from aiokvoffload.transfers.worker import IN_FLIGHT_BYTES, LANDING_SECONDS, STREAMS_PER_DIRECTION, OffloadingWorker
 
 
 def build_worker(
@@ -20,6 +20,8 @@ def build_worker(
     clock: Clock,
     *,
     landing_seconds: float = LANDING_SECONDS,
+    streams_per_direction: int = STREAMS_PER_DIRECTION,
+    in_flight_bytes: int = IN_FLIGHT_BYTES,
 ) -> tuple[HostMemory, OffloadingWorker]:
     """Return slots in pinned memory and the worker that fills and empties them; the caller closes the memory.
 
@@ -32,6 +34,14 @@ def build_worker(
         handlers = {
             direction: SingleDirectionOffloadingHandler(direction, layout, memory, device) for direction in Direction
         }
-        worker = OffloadingWorker(device, layout, handlers, clock, landing_seconds=landing_seconds)
+        worker = OffloadingWorker(
+            device,
+            layout,
+            handlers,
+            clock,
+            streams_per_direction=streams_per_direction,
+            in_flight_bytes=in_flight_bytes,
+            landing_seconds=landing_seconds,
+        )
         stack.pop_all()
     return memory, worker

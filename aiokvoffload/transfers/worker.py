@@ -24,6 +24,8 @@ from aiokvoffload.transfers.pointers import Places, SlotLayout
 
 MAX_PASSED_OVER = 8
 LANDING_SECONDS = 30.0
+STREAMS_PER_DIRECTION = 2
+IN_FLIGHT_BYTES = 1 << 30
 _ASSUMED_BYTES_PER_SECOND = 8e9
 _BANDWIDTH_WEIGHT = 0.2
 
@@ -49,8 +51,8 @@ class OffloadingWorker:
         handlers: Mapping[Direction, SingleDirectionOffloadingHandler],
         clock: Clock,
         *,
-        streams_per_direction: int = 2,
-        in_flight_bytes: int = 1 << 30,
+        streams_per_direction: int = STREAMS_PER_DIRECTION,
+        in_flight_bytes: int = IN_FLIGHT_BYTES,
         landing_seconds: float = LANDING_SECONDS,
     ) -> None:
         self._device = device
