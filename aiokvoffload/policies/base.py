@@ -110,6 +110,10 @@ class CachePolicy(ABC):
 POLICIES: Registry[CachePolicy] = Registry(
     "eviction policy",
     CachePolicy,
-    {"lru": "aiokvoffload.policies.lru:LRUPolicy", "arc": "aiokvoffload.policies.arc:ARCPolicy"},
+    {
+        "lru": "aiokvoffload.policies.lru:LRUPolicy",
+        "arc": "aiokvoffload.policies.arc:ARCPolicy",
+        "arc-reference": "aiokvoffload.policies.arc:ReferenceARCPolicy",
+    },
     "aiokvoffload.policies",
 )
