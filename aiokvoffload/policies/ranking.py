@@ -10,7 +10,7 @@ is ever scanned over. Batches are runs of neighbours as a rule, and a run costs 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.policies.base import Access, CachePolicy
@@ -36,6 +36,24 @@ class Ranks:
     def assign_first(self, slots: Sequence[int]) -> None:
         """Rank `slots` before everything that has a tick, in the order given."""
         self._assign(slots, 0, None)
+
+    def assign_each(self, slots: Sequence[int], bases: Sequence[int], access: Access) -> None:
+        """Rank each slot at a base of its own in place of the tick, at least 1."""
+        of_slot = self.of_slot
+        first = self._insertions
+        self._insertions += len(slots)
+        depths = access.depths
+        if depths is None:
+            for order, (slot, base) in enumerate(zip(slots, bases, strict=True), first):
+                of_slot[slot] = (base << _TICK_SHIFT) + order
+        else:
+            first += _MAX_DEPTH << _FIELD_BITS
+            for order, (slot, base, depth) in enumerate(zip(slots, bases, depths, strict=True), first):
+                of_slot[slot] = (base << _TICK_SHIFT) - (depth << _FIELD_BITS) + order
+
+    def is_first(self, slot: int) -> bool:
+        """Return whether a slot was ranked before everything that has a tick."""
+        return self.of_slot[slot] < 1 << _TICK_SHIFT
 
     def select_older(self, slots: Sequence[int], access: Access) -> tuple[Sequence[int], Access]:
         """Return those of `slots` whose last access was before that of `access`, and the access to just them."""
@@ -75,6 +93,10 @@ class RankedSlots:
 
     def __len__(self) -> int:
         return self._count
+
+    def __iter__(self) -> Iterator[int]:
+        for leaf in self._leaves:
+            yield from leaf
 
     def add(self, slots: Iterable[int]) -> None:
         """Put slots in, none of which may be in here."""
@@ -263,6 +285,17 @@ class RankedPolicy(CachePolicy):
     def _rerank(self, slots: Sequence[int], access: Access, line: int = 0) -> None:
         """Move resident slots to a line, at the rank of `access`."""
         self._move(slots, line, lambda slots: self._ranks.assign(slots, access))
+
+    def _enter(self, slots: Sequence[int], bases: Sequence[int], access: Access) -> None:
+        """Make `slots` resident and pinned, in the first line, each at a base of its own."""
+        self._ranks.assign_each(slots, bases, access)
+        self._line_sizes[0] += len(slots)
+        for slot in slots:
+            self._line_of[slot] = 0
+
+    def _rerank_each(self, slots: Sequence[int], bases: Sequence[int], access: Access) -> None:
+        """Move resident slots within the first line, each to a base of its own."""
+        self._move(slots, 0, lambda slots: self._ranks.assign_each(slots, bases, access))
 
     def _move(self, slots: Sequence[int], line: int, assign: Callable[[Sequence[int]], None]) -> None:
         """Move resident slots to a line, at the rank that `assign` gives them."""
