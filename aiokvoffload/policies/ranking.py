@@ -19,6 +19,8 @@ _FIELD_BITS = 40
 _TICK_SHIFT = 2 * _FIELD_BITS
 _MAX_DEPTH = (1 << _FIELD_BITS) - 1
 
+_BELOW_BASE = (1 << _TICK_SHIFT) - 1
+
 LEAF_SLOTS = 256
 
 
@@ -50,6 +52,12 @@ class Ranks:
             first += _MAX_DEPTH << _FIELD_BITS
             for order, (slot, base, depth) in enumerate(zip(slots, bases, depths, strict=True), first):
                 of_slot[slot] = (base << _TICK_SHIFT) - (depth << _FIELD_BITS) + order
+
+    def rebase(self, slots: Sequence[int], bases: Sequence[int]) -> None:
+        """Rank slots at another base each; their depth and order stay."""
+        of_slot = self.of_slot
+        for slot, base in zip(slots, bases, strict=True):
+            of_slot[slot] = (base << _TICK_SHIFT) + (of_slot[slot] & _BELOW_BASE)
 
     def is_first(self, slot: int) -> bool:
         """Return whether a slot was ranked before everything that has a tick."""
