@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from aiokvoffload.cli.arguments import exit_with_mistake, parse_arguments
+from aiokvoffload.cli.options import ReplayOptions
 from aiokvoffload.cli.report import write_report
 from aiokvoffload.errors import ConfigurationError, TraceError
 
@@ -16,6 +17,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status: 0 well, 1 a wrong byte or order, 2 a mistake, 130 Ctrl-C."""
     options = parse_arguments(arguments)
     try:
+        if options.sweep is not None:
+            return _sweep(options)
         if options.with_data:
             from aiokvoffload.cli.replay import replay
 
@@ -34,3 +37,16 @@ def run(arguments: Sequence[str] | None = None) -> int:
     else:
         write_report(report)
     return 0 if report.is_faultless else 1
+
+
+def _sweep(options: ReplayOptions) -> int:
+    from aiokvoffload.cli.sweep import sweep
+
+    found = sweep(options)
+    if options.json_output:
+        print(found.to_json())
+    else:
+        found.write_table(sys.stdout)
+    if options.sweep is not None and options.sweep.plot is not None:
+        found.plot(options.sweep.plot)
+    return 0
