@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Self
 
 import pytest
 from hypothesis import given
@@ -56,6 +57,11 @@ class LRFUModel(PolicyModel):
     def clear(self) -> None:
         super().clear()
         self.ghosts.clear()
+
+    def fork(self) -> Self:
+        forked = super().fork()
+        forked.ghosts = dict(self.ghosts)
+        return forked
 
     def choose(self, candidates: Sequence[RankedEntry]) -> RankedEntry:
         return min(candidates, key=lambda entry: (self.weight(entry), -entry.depth, entry.order))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 import pytest
 from hypothesis import given
@@ -41,6 +42,11 @@ class LRU2Model(PolicyModel):
     def clear(self) -> None:
         super().clear()
         self.ghosts.clear()
+
+    def fork(self) -> Self:
+        forked = super().fork()
+        forked.ghosts = dict(self.ghosts)
+        return forked
 
     def choose(self, candidates: Sequence[RankedEntry]) -> RankedEntry:
         return min(

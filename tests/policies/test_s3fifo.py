@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Sequence
+from typing import Self
 
 import pytest
 from hypothesis import given
@@ -49,6 +51,9 @@ class S3FIFOModel(PolicyModel):
     def clear(self) -> None:
         super().clear()
         self.ghosts.clear()
+
+    def fork(self) -> Self:
+        return copy.deepcopy(self)
 
     def evict(self, count: int, protected: Collection[int] = ()) -> list[int] | None:
         pinned = [slot for slot in protected if not self.entries[slot].is_pinned]
