@@ -12,8 +12,10 @@ from typing import NoReturn
 from aiokvoffload.cli.options import (
     DEFAULT_CONCURRENCY,
     DEFAULT_CPU_BLOCKS,
+    DEFAULT_SWEEP_PERCENTS,
     WORD_BYTES,
     ReplayOptions,
+    SweepOptions,
     block_bytes,
     parse_byte_size,
 )
@@ -63,8 +65,9 @@ def _add_replay_options(parser: argparse.ArgumentParser) -> None:
         "--trace",
         metavar="FILE",
         type=Path,
+        action="append",
         help="JSON lines with timestamp, input_length, output_length and hash_ids (512 tokens each), plain or gzip; "
-        "without it, a built-in workload of conversations",
+        "without it, a built-in workload of conversations; with --sweep it may be given several times",
     )
     requests.add_argument("--limit", metavar="N", type=_integer(1), help="replay only the first N requests")
     requests.add_argument(
@@ -85,7 +88,7 @@ def _add_replay_options(parser: argparse.ArgumentParser) -> None:
         "--policy",
         metavar="NAME",
         default=_DEFAULTS.policy,
-        help="eviction policy: lru, arc, an installed plug-in or module:Class (default %(default)s)",
+        help="eviction policy: lru, arc, adaptive, another known one, a plug-in or module:Class (default %(default)s)",
     )
     capacity = cache.add_mutually_exclusive_group()
     capacity.add_argument(
@@ -124,6 +127,28 @@ def _add_replay_options(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULTS.store_threshold,
         help="store a block only once N requests have asked for it (default: store every block)",
     )
+    sweep = parser.add_argument_group("sweep")
+    sweep.add_argument(
+        "--sweep",
+        action="store_true",
+        help="hit rates of policies by capacities, the clairvoyant bound beside them; needs --no-data",
+    )
+    sweep.add_argument(
+        "--policies",
+        metavar="NAME,...",
+        type=_names,
+        help="policies of the sweep (default: all that are known)",
+    )
+    sweep.add_argument(
+        "--capacities",
+        metavar="PERCENT,...",
+        type=_percentages,
+        help="capacities of the sweep in %% of the distinct blocks (default "
+        f"{','.join(f'{percent:g}' for percent in DEFAULT_SWEEP_PERCENTS)})",
+    )
+    sweep.add_argument(
+        "--plot", metavar="FILE", type=Path, help="draw the curves of the sweep, such as into curves.png"
+    )
     run = parser.add_argument_group("run")
     run.add_argument(
         "--corrupt",
@@ -154,6 +179,17 @@ def _replay_options(parser: argparse.ArgumentParser, found: argparse.Namespace) 
         parser.error("--no-data replays one request after the other, so --concurrency must be 1 or left out")
     if found.backend == "trio" and find_spec("trio") is None:
         parser.error("--backend trio needs the package trio; install it, or use --backend asyncio")
+    traces = tuple(found.trace or ())
+    if not found.sweep:
+        for option in ("policies", "capacities", "plot"):
+            if getattr(found, option) is not None:
+                parser.error(f"--{option} is for --sweep")
+        if len(traces) > 1:
+            parser.error("--trace can be given several times only with --sweep")
+    elif not found.no_data:
+        parser.error("--sweep moves no bytes; give --no-data too")
+    elif found.store_threshold:
+        parser.error("--store-threshold cannot be used with --sweep")
     cpu_blocks = found.cpu_blocks or DEFAULT_CPU_BLOCKS
     if found.cpu_bytes is not None:
         needed_bytes = block_bytes(found.page_bytes, found.layers, found.block_size_factor)
@@ -164,7 +200,7 @@ def _replay_options(parser: argparse.ArgumentParser, found: argparse.Namespace) 
             )
     try:
         return ReplayOptions(
-            trace=found.trace,
+            trace=traces[0] if traces else None,
             limit=found.limit,
             policy=found.policy,
             cpu_blocks=cpu_blocks,
@@ -180,6 +216,14 @@ def _replay_options(parser: argparse.ArgumentParser, found: argparse.Namespace) 
             json_output=found.json,
             backend=found.backend,
             check_order=found.check_order,
+            sweep=None
+            if not found.sweep
+            else SweepOptions(
+                traces=traces,
+                policies=found.policies or (),
+                capacity_percents=found.capacities or DEFAULT_SWEEP_PERCENTS,
+                plot=found.plot,
+            ),
         )
     except ConfigurationError as exc:
         parser.error(str(exc))
@@ -198,6 +242,20 @@ def _integer(at_least: int, *, multiple_of: int = 1) -> Callable[[str], int]:
         return value
 
     return convert
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"{text!r} must be names with commas between them")
+    return names
+
+
+def _percentages(text: str) -> tuple[float, ...]:
+    try:
+        return SweepOptions(capacity_percents=tuple(float(part) for part in text.split(","))).capacity_percents
+    except (ValueError, ConfigurationError):
+        raise argparse.ArgumentTypeError(f"{text!r} must be percentages above 0 with commas between them") from None
 
 
 def _size(text: str) -> int:

@@ -12,6 +12,16 @@ from aiokvoffload.managers.reuse import with_reuse_filter
 from aiokvoffload.specs import ReqContext
 
 
+class TraceClock(SystemClock):
+    """Shows the time of the request that is being replayed, as policies would see it."""
+
+    seconds = 0.0
+
+    def now(self) -> float:
+        """Return the seconds since the start of the trace."""
+        return self.seconds
+
+
 def simulate(options: ReplayOptions) -> ReplayReport:
     """Replay the bookkeeping alone.
 
@@ -22,8 +32,9 @@ def simulate(options: ReplayOptions) -> ReplayReport:
         TraceError: The trace cannot be read.
         ConfigurationError: The policy is unknown.
     """
+    trace_clock = TraceClock()
     manager = with_reuse_filter(
-        CPUOffloadingManager(options.cpu_blocks, policy=options.policy), options.store_threshold
+        CPUOffloadingManager(options.cpu_blocks, policy=options.policy, clock=trace_clock), options.store_threshold
     )
     requests = requests_of(options)
     factor = options.block_size_factor
@@ -33,6 +44,7 @@ def simulate(options: ReplayOptions) -> ReplayReport:
     started = clock.now()
     with progress(len(requests), "replaying") as advance:
         for number, request in enumerate(requests):
+            trace_clock.seconds = request.timestamp_ms / 1000
             ctx = ReqContext(str(number), session_id=request.session)
             keys = keys_of(gpu_hashes_of(request), factor)
             depths = range(width, width * (len(keys) + 1), width)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from aiokvoffload.cli.arguments import exit_with_mistake, parse_arguments
+from aiokvoffload.cli.options import ReplayOptions
 from aiokvoffload.cli.report import write_report
 from aiokvoffload.errors import ConfigurationError, TraceError
 
@@ -21,6 +22,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return run_bench(arguments[1:])
     options = parse_arguments(arguments)
     try:
+        if options.sweep is not None:
+            return _sweep(options)
         if options.with_data:
             from aiokvoffload.cli.replay import replay
 
@@ -39,3 +42,16 @@ def run(arguments: Sequence[str] | None = None) -> int:
     else:
         write_report(report)
     return 0 if report.is_faultless else 1
+
+
+def _sweep(options: ReplayOptions) -> int:
+    from aiokvoffload.cli.sweep import sweep
+
+    found = sweep(options)
+    if options.json_output:
+        print(found.to_json())
+    else:
+        found.write_table(sys.stdout)
+    if options.sweep is not None and options.sweep.plot is not None:
+        found.plot(options.sweep.plot)
+    return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from decimal import Decimal
@@ -21,6 +22,33 @@ BYTE_UNITS = {
 }
 DEFAULT_CPU_BLOCKS = 1024
 DEFAULT_CONCURRENCY = 8
+
+
+DEFAULT_SWEEP_PERCENTS = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 50.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepOptions:
+    """Which hit rates a sweep finds.
+
+    Attributes:
+        traces: Trace files; without any, the built-in workload.
+        policies: Names of eviction policies; without any, all that are registered.
+        capacity_percents: Capacities in percent of a trace's distinct blocks.
+        plot: Image file for the curves.
+
+    Raises:
+        ConfigurationError: A capacity is not above 0.
+    """
+
+    traces: tuple[Path, ...] = ()
+    policies: tuple[str, ...] = ()
+    capacity_percents: tuple[float, ...] = DEFAULT_SWEEP_PERCENTS
+    plot: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not self.capacity_percents or not all(0 < percent < math.inf for percent in self.capacity_percents):
+            raise ConfigurationError(f"capacities are {self.capacity_percents}; each must be a percentage above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +72,7 @@ class ReplayOptions:
         json_output: Whether the report is JSON.
         backend: The event loop.
         check_order: Whether reads and overwrites that come too early are looked for.
+        sweep: Find the hit rates of many policies and capacities in place of one replay.
 
     Raises:
         ConfigurationError: A value cannot work, or two of them contradict each other.
@@ -65,6 +94,7 @@ class ReplayOptions:
     json_output: bool = False
     backend: Backend = "asyncio"
     check_order: bool = True
+    sweep: SweepOptions | None = None
 
     def __post_init__(self) -> None:
         if not self.policy.strip():
@@ -81,6 +111,8 @@ class ReplayOptions:
             )
         if self.corrupt and not self.with_data:
             raise ConfigurationError("without data there are no bytes to corrupt")
+        if self.sweep is not None and self.with_data:
+            raise ConfigurationError("a sweep moves no bytes; replay without data")
 
     @property
     def block_bytes(self) -> int:

@@ -1,9 +1,9 @@
 """Adaptive replacement: recent blocks against frequent ones, the balance learned from what was evicted wrongly.
 
-After N. Megiddo, D. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003, with three
-differences, all of the system this library re-thinks: a block that comes back from a ghost list enters T1
-again, not T2; a block that is still being written is not promoted by a touch; and both ghost lists are each
-bounded by the capacity.
+After N. Megiddo, D. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003, with two
+differences, both of the system this library re-thinks: a block that is still being written is not promoted by
+a touch, and both ghost lists are each bounded by the capacity. That system also let a block that comes back from
+a ghost list enter T1; `ReferenceARCPolicy` does so still.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.policies.base import Access
-from aiokvoffload.policies.ranking import RankedPolicy
+from aiokvoffload.policies.ranking import RankedPolicy, split_by_line
 
 _T1, _T2, _DEMOTED = 0, 1, 2
 
@@ -23,10 +23,16 @@ class ARCPolicy(RankedPolicy):
 
     Hits in the ghost lists B1 and B2, the keys lately evicted from T1 and T2, move the target. Demoted slots are in
     neither and leave before both.
+
+    Args:
+        capacity: Number of slots.
+        are_ghosts_frequent: Whether a block that comes back from a ghost list enters T2, as in the original
+            algorithm, or T1.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, *, are_ghosts_frequent: bool = True) -> None:
         super().__init__(capacity, line_count=3, first_line=_DEMOTED)
+        self._are_ghosts_frequent = are_ghosts_frequent
         self._key_of: list[OffloadKey] = [OffloadKey(b"")] * capacity
         self._is_written = bytearray(capacity)
         self._ghosts: tuple[OrderedDict[OffloadKey, int], OrderedDict[OffloadKey, int]] = (OrderedDict(), OrderedDict())
@@ -38,24 +44,23 @@ class ARCPolicy(RankedPolicy):
         return self._target
 
     def insert(self, slots: Sequence[int], keys: Sequence[OffloadKey], access: Access) -> None:
-        """Make `slots` resident and pinned, in T1; their keys are no ghosts any more."""
-        super().insert(slots, keys, access)
+        """Make `slots` resident and pinned, in T1 or, where their keys are ghosts, in T2; the ghosts end."""
+        recent, frequent = self._ghosts
+        lines = []
         for slot, key in zip(slots, keys, strict=True):
             self._key_of[slot] = key
             self._is_written[slot] = 0
-            for ghosts in self._ghosts:
-                ghosts.pop(key, None)
+            was_ghost = recent.pop(key, None) is not None or frequent.pop(key, None) is not None
+            lines.append(_T2 if was_ghost and self._are_ghosts_frequent else _T1)
+        for line, part, its_access in split_by_line(slots, lines, access):
+            self._insert(part, its_access, line)
 
     def touch(self, slots: Sequence[int], access: Access) -> None:
-        """Move ready `slots` to T2; one still being written stays in T1, as most recent."""
+        """Move ready `slots` to T2; one still being written stays where it is, as most recent."""
         slots, access = self._ranks.select_older(slots, access)
-        target = [_T2 if self._is_written[slot] else _T1 for slot in slots]
-        for line in (_T1, _T2):
-            chosen = [index for index, wanted in enumerate(target) if wanted == line]
-            if len(chosen) == len(slots):
-                self._rerank(slots, access, line)
-            elif chosen:
-                self._rerank([slots[index] for index in chosen], access.select(chosen), line)
+        lines = [_T2 if self._is_written[slot] or self._line_of(slot) == _T2 else _T1 for slot in slots]
+        for line, part, its_access in split_by_line(slots, lines, access):
+            self._rerank(part, its_access, line)
 
     def miss(self, keys: Sequence[OffloadKey], access: Access) -> None:
         """Learn from ghosts: one of B1 says that T1 was too small, one of B2 that it was too large.
@@ -108,6 +113,13 @@ class ARCPolicy(RankedPolicy):
             (_T2, from_frequent),
             (_T1, count - from_recent - from_frequent),
         )
+
+
+class ReferenceARCPolicy(ARCPolicy):
+    """ARC whose ghosts come back into T1, as in the system that this library re-thinks."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, are_ghosts_frequent=False)
 
 
 def _renew(ghosts: OrderedDict[OffloadKey, int], key: OffloadKey, tick: int) -> None:

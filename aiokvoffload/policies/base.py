@@ -110,6 +110,14 @@ class CachePolicy(ABC):
 POLICIES: Registry[CachePolicy] = Registry(
     "eviction policy",
     CachePolicy,
-    {"lru": "aiokvoffload.policies.lru:LRUPolicy", "arc": "aiokvoffload.policies.arc:ARCPolicy"},
+    {
+        "lru": "aiokvoffload.policies.lru:LRUPolicy",
+        "arc": "aiokvoffload.policies.arc:ARCPolicy",
+        "arc-reference": "aiokvoffload.policies.arc:ReferenceARCPolicy",
+        "adaptive": "aiokvoffload.policies.adaptive:AdaptivePolicy",
+        "lru2": "aiokvoffload.policies.lru2:LRU2Policy",
+        "lrfu": "aiokvoffload.policies.lrfu:LRFUPolicy",
+        "s3fifo": "aiokvoffload.policies.s3fifo:S3FIFOPolicy",
+    },
     "aiokvoffload.policies",
 )

@@ -1,8 +1,8 @@
 """Slots in the order in which they would leave, kept exact under pins.
 
-A rank is `(tick, -depth, insertion order)`: older requests leave first; of one request the deepest block leaves
-first, because a block without its prefix is useless; blocks without a depth leave before those, the first inserted
-first.
+A rank is `(base, -depth, insertion order)`. The base is the tick, so that older requests leave first, or whatever whole
+number a policy ranks by; of one base the deepest block leaves first, because a block without its prefix is useless;
+blocks without a depth leave before those, the first inserted first.
 
 Slots stand in leaves of some hundred, themselves in order. A leaf counts how many of its slots could be evicted, so
 that pinning and unpinning move nothing, and leaves without any are left out of the line: whatever is pinned, an
@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Collection, Sequence
-from fractions import Fraction
-from itertools import repeat
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice, repeat
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.policies.base import Access, CachePolicy
@@ -32,53 +33,84 @@ BATCH_SLOTS = 16
 
 _NO_LEAF = -1
 _NO_DEPTH = 1 << 40
-_AFTER_EQUALS = 1 << 62
 _BOUND = attrgetter("bound")
+
+Rank = tuple[int, int, int]
 
 
 class Ranks:
-    """The rank of every slot: its tick and, within the tick, its depth.
+    """The rank of every slot; those demoted have base 0, all others a base of at least 1.
 
     Args:
         capacity: Number of slots.
     """
 
-    __slots__ = ("_depth_of", "_depths", "_tick_of", "_ticks")
+    __slots__ = ("_base_of", "_depth_of", "_depths", "_order_of", "_orders", "_ranked_count")
 
     def __init__(self, capacity: int) -> None:
-        self._tick_of = array("q", bytes(8 * capacity))
+        # Bases may be of any size, and the garbage collector does not walk an array of objects as it does a list.
+        self._base_of: npt.NDArray[Any] = np.zeros(capacity, dtype=object)
         self._depth_of = array("q", bytes(8 * capacity))
+        self._order_of = array("q", bytes(8 * capacity))
         # The same memory: single slots are read and written faster through the arrays, batches through these.
-        self._ticks = np.frombuffer(self._tick_of, dtype=np.int64)
         self._depths = np.frombuffer(self._depth_of, dtype=np.int64)
+        self._orders = np.frombuffer(self._order_of, dtype=np.int64)
+        self._ranked_count = 0
 
-    def of(self, slot: int) -> tuple[int, int]:
+    def of(self, slot: int) -> Rank:
         """Return the rank of a slot; the lowest leaves first."""
-        return self._tick_of[slot], -self._depth_of[slot]
+        return self._base_of[slot], -self._depth_of[slot], self._order_of[slot]
 
-    def assign(self, slots: Sequence[int], tick: int, depths: Sequence[int] | None) -> Sequence[int]:
-        """Rank slots, and return them in the order of their ranks, equals in the order given."""
-        if len(slots) >= BATCH_SLOTS:
-            batch = np.array(slots)
-            self._ticks[batch] = tick
-            self._depths[batch] = _NO_DEPTH if depths is None else depths
-        else:
-            for slot, depth in zip(slots, repeat(_NO_DEPTH) if depths is None else depths, strict=False):
-                self._tick_of[slot] = tick
-                self._depth_of[slot] = depth
+    def is_first(self, slot: int) -> bool:
+        """Return whether a slot was demoted."""
+        return not self._base_of[slot]
+
+    def assign(self, slots: Sequence[int], base: int, depths: Sequence[int] | None) -> Sequence[int]:
+        """Rank slots at one base, and return them in the order of their ranks, equals in the order given."""
+        self._assign(slots, base, depths)
         if depths is None:
             return slots
         if isinstance(depths, range) and depths.step > 0:
             return slots[::-1]
         return sorted(slots, key=self.of)
 
+    def assign_each(self, slots: Sequence[int], bases: Sequence[int], depths: Sequence[int] | None) -> Sequence[int]:
+        """Rank each slot at a base of its own, and return them in the order of their ranks."""
+        self._assign(slots, bases, depths)
+        return sorted(slots, key=self.of)
+
+    def rebase(self, slots: Sequence[int], bases: Sequence[int]) -> Sequence[int]:
+        """Rank slots at another base each, their depth and order as before, and return them in that order."""
+        for slot, base in zip(slots, bases, strict=True):
+            self._base_of[slot] = base
+        return sorted(slots, key=self.of)
+
     def select_older(self, slots: Sequence[int], access: Access) -> tuple[Sequence[int], Access]:
         """Return those of `slots` whose last access was before that of `access`, and the access to just them."""
-        tick_of, tick = self._tick_of, access.tick
-        older = [position for position, slot in enumerate(slots) if tick_of[slot] < tick]
+        base_of, tick = self._base_of, access.tick
+        bases = base_of[np.array(slots)] if len(slots) >= BATCH_SLOTS else [base_of[slot] for slot in slots]
+        older = [position for position, base in enumerate(bases) if base < tick]
         if len(older) == len(slots):
             return slots, access
         return [slots[position] for position in older], access.select(older)
+
+    def _assign(self, slots: Sequence[int], bases: int | Sequence[int], depths: Sequence[int] | None) -> None:
+        first = self._ranked_count
+        self._ranked_count += len(slots)
+        if len(slots) >= BATCH_SLOTS:
+            batch = np.array(slots)
+            self._base_of[batch] = bases
+            self._depths[batch] = _NO_DEPTH if depths is None else depths
+            self._orders[batch] = np.arange(first, self._ranked_count)
+            return
+        each_base = repeat(bases) if isinstance(bases, int) else bases
+        each_depth = repeat(_NO_DEPTH) if depths is None else depths
+        for order, slot, base, depth in zip(
+            range(first, self._ranked_count), slots, each_base, each_depth, strict=False
+        ):
+            self._base_of[slot] = base
+            self._depth_of[slot] = depth
+            self._order_of[slot] = order
 
 
 class Leaf:
@@ -87,7 +119,7 @@ class Leaf:
     Attributes:
         number: A slot stands in the leaf whose number it has; any other entry for it is stale.
         line: The line it is part of.
-        bound: Nothing in here, or in a later leaf, ranks below `(tick, -depth)`; a third number orders equals.
+        bound: Nothing in here, or in a later leaf, ranks below it.
         slots: The entries.
         resident_count: How many of them are not stale.
         evictable_count: How many of them could be evicted.
@@ -97,7 +129,7 @@ class Leaf:
 
     __slots__ = ("bound", "evictable_count", "is_sorted", "line", "number", "resident_count", "scan_from", "slots")
 
-    def __init__(self, number: int, line: Line, bound: tuple[int, int, Fraction | int]) -> None:
+    def __init__(self, number: int, line: Line, bound: Rank) -> None:
         self.number = number
         self.line = line
         self.bound = bound
@@ -128,7 +160,7 @@ class Line:
         self.evictable_count = 0
         self.leaves: list[Leaf] = []
         self.open_leaves: list[Leaf] = []
-        self.last_rank = (0, 0)
+        self.last_rank: Rank = (0, 0, 0)
 
 
 class RankedPolicy(CachePolicy):
@@ -147,7 +179,6 @@ class RankedPolicy(CachePolicy):
         self._ranks = Ranks(capacity)
         self._leaf_of = array("i", [_NO_LEAF]) * capacity
         self._leaf_numbers = np.frombuffer(self._leaf_of, dtype=np.int32)  # the same memory, for batches
-        self._leaf_total = 0
         self._start()
 
     @property
@@ -159,7 +190,7 @@ class RankedPolicy(CachePolicy):
 
     def insert(self, slots: Sequence[int], keys: Sequence[OffloadKey], access: Access) -> None:
         """Make `slots` resident and pinned, in the first line at the rank of `access`."""
-        self._add(self._lines[0], self._ranks.assign(slots, access.tick, access.depths))
+        self._insert(slots, access)
 
     def pin(self, slots: Collection[int]) -> None:
         """Let slots count as not evictable."""
@@ -191,23 +222,15 @@ class RankedPolicy(CachePolicy):
 
     def demote(self, slots: Sequence[int]) -> None:
         """Put slots first in the line that is emptied first."""
-        self._move(slots, self._lines[self._first_line], 0, None)
+        self._rerank(slots, Access(0), self._first_line)
 
     def coldest(self, count: int) -> list[int]:
         """Return up to `count` slots, first to leave first."""
-        is_evictable = self._is_evictable
         found: list[int] = []
         seen = [0] * self._line_count
         for index, share in self._shares(min(count, self.evictable_count)):
-            wanted = seen[index] + share
-            in_line: list[int] = []
-            for leaf in self._lines[index].open_leaves:
-                if len(in_line) >= wanted:
-                    break
-                self._tidy(leaf)
-                in_line += [slot for slot in leaf.slots if is_evictable[slot]]
-            found += in_line[seen[index] : wanted]
-            seen[index] = wanted
+            found += self._coldest_of(index, seen[index] + share)[seen[index] :]
+            seen[index] += share
         return found
 
     def evict(self, count: int, protected: Collection[int] = ()) -> list[int] | None:
@@ -219,10 +242,7 @@ class RankedPolicy(CachePolicy):
         victims: list[int] = []
         if count:
             self.pin(kept)
-            for index, share in self._shares(count):
-                gone = self._take(self._lines[index], share)
-                self._leave(index, gone)
-                victims += gone
+            victims = self._drop_coldest(count)
             self.unpin(kept)
         return victims
 
@@ -247,6 +267,15 @@ class RankedPolicy(CachePolicy):
         """Return which line gives up how many of `count` victims, in order; there are that many evictable."""
         return ((0, count),)
 
+    def _drop_coldest(self, count: int) -> list[int]:
+        """Drop the `count` slots that leave first and return them; there are that many evictable."""
+        victims: list[int] = []
+        for index, share in self._shares(count):
+            gone = self._take(self._lines[index], share)
+            self._leave(index, gone)
+            victims += gone
+        return victims
+
     def _leave(self, line: int, slots: Sequence[int]) -> None:
         """Note that slots of a line are evicted; for policies with ghosts."""
         return
@@ -255,17 +284,48 @@ class RankedPolicy(CachePolicy):
         """Return which line a resident slot stands in."""
         return self._leaves[self._leaf_of[slot]].line.index
 
+    def _coldest_of(self, line: int, count: int) -> list[int]:
+        """Return up to `count` evictable slots of a line, first to leave first."""
+        return list(islice(self._evictable_in(line), count))
+
+    def _evictable_in(self, line: int) -> Iterator[int]:
+        """Yield the evictable slots of a line, first to leave first; nothing may move meanwhile."""
+        is_evictable, leaf_of = self._is_evictable, self._leaf_of
+        for leaf in self._lines[line].open_leaves:
+            if not leaf.is_sorted:
+                self._tidy(leaf)
+            slots, number = leaf.slots, leaf.number
+            for position in range(leaf.scan_from, len(slots)):
+                slot = slots[position]
+                if is_evictable[slot] and leaf_of[slot] == number:
+                    yield slot
+                elif position == leaf.scan_from:
+                    leaf.scan_from += 1
+
     # Entering and leaving
+
+    def _insert(self, slots: Sequence[int], access: Access, line: int = 0) -> None:
+        """Make `slots` resident and pinned in a line, at the rank of `access`."""
+        self._add(self._lines[line], self._ranks.assign(slots, access.tick, access.depths))
+
+    def _enter(self, slots: Sequence[int], bases: Sequence[int], access: Access, line: int = 0) -> None:
+        """Make `slots` resident and pinned in a line, each at a base of its own."""
+        self._add(self._lines[line], self._ranks.assign_each(slots, bases, access.depths))
 
     def _rerank(self, slots: Sequence[int], access: Access, line: int = 0) -> None:
         """Move resident slots to a line, at the rank of `access`."""
-        self._move(slots, self._lines[line], access.tick, access.depths)
+        self._detach(slots)
+        self._insert(slots, access, line)
 
-    def _move(self, slots: Sequence[int], line: Line, tick: int, depths: Sequence[int] | None) -> None:
-        """Rank resident slots anew, in a line."""
-        if slots:
-            self._detach(slots)
-            self._add(line, self._ranks.assign(slots, tick, depths))
+    def _rerank_each(self, slots: Sequence[int], bases: Sequence[int], access: Access, line: int = 0) -> None:
+        """Move resident slots to a line, each to a base of its own."""
+        self._detach(slots)
+        self._enter(slots, bases, access, line)
+
+    def _rebase(self, slots: Sequence[int], bases: Sequence[int], line: int = 0) -> None:
+        """Move resident slots to a line, each to a base of its own; their depth and order stay."""
+        self._detach(slots)
+        self._add(self._lines[line], self._ranks.rebase(slots, bases))
 
     def _add(self, line: Line, run: Sequence[int]) -> None:
         """Let slots enter a line; they are in the order of their ranks."""
@@ -294,17 +354,16 @@ class RankedPolicy(CachePolicy):
             position += len(piece)
 
     def _merge(self, line: Line, run: Sequence[int]) -> None:
-        """Let slots enter a line where their ranks say, after their equals."""
+        """Let slots enter a line where their ranks say."""
         position = 0
         while position < len(run):
             rank = self._ranks.of(run[position])
-            index = max(0, bisect_right(line.leaves, (*rank, _AFTER_EQUALS), key=_BOUND) - 1)
+            index = max(0, bisect_right(line.leaves, rank, key=_BOUND) - 1)
             end = len(run)
             if index + 1 < len(line.leaves):
-                end = bisect_left(run, line.leaves[index + 1].bound[:2], position, key=self._ranks.of)
+                end = bisect_left(run, line.leaves[index + 1].bound, position, key=self._ranks.of)
             leaf = line.leaves[index]
-            if rank < leaf.bound[:2]:
-                leaf.bound = (*rank, leaf.bound[2])
+            leaf.bound = min(leaf.bound, rank)
             # A stale entry of a slot that comes back would look like the slot itself.
             self._tidy(leaf)
             self._place(leaf, run[position:end])
@@ -406,9 +465,7 @@ class RankedPolicy(CachePolicy):
 
     # Leaves
 
-    def _new_leaf(self, line: Line, rank: tuple[int, int]) -> Leaf:
-        self._leaf_total += 1
-        bound = (*rank, self._leaf_total)
+    def _new_leaf(self, line: Line, bound: Rank) -> Leaf:
         if self._unused_numbers:
             number = self._unused_numbers.pop()
             self._leaves[number] = leaf = Leaf(number, line, bound)
@@ -445,13 +502,7 @@ class RankedPolicy(CachePolicy):
             _discard(line.open_leaves, leaf)
         for start in range(0, len(moved), LEAF_SLOTS):
             piece = moved[start : start + LEAF_SLOTS]
-            before, behind = line.leaves[index], line.leaves[index + 1 : index + 2]
             part = self._new_leaf(line, self._ranks.of(piece[0]))
-            if behind and behind[0].bound[:2] == part.bound[:2]:
-                # Equals stand on both sides of the cut: the new leaf goes between them.
-                end = behind[0].bound[2]
-                start_of_equals = before.bound[2] if before.bound[:2] == part.bound[:2] else end - 1
-                part.bound = (*part.bound[:2], Fraction(start_of_equals + end) / 2)
             index += 1
             line.leaves.insert(index, part)
             self._place(part, piece)
@@ -488,3 +539,15 @@ class RankedPolicy(CachePolicy):
 def _discard(leaves: list[Leaf], leaf: Leaf) -> None:
     """Take a leaf out of a sorted list."""
     del leaves[bisect_left(leaves, leaf.bound, key=_BOUND)]
+
+
+def split_by_line(
+    slots: Sequence[int], lines: Sequence[int], access: Access
+) -> Iterator[tuple[int, Sequence[int], Access]]:
+    """Yield each line in turn, with the slots that are meant for it and the access to just them."""
+    for line in sorted(set(lines)):
+        chosen = [position for position, meant_for in enumerate(lines) if meant_for == line]
+        if len(chosen) == len(slots):
+            yield line, slots, access
+        else:
+            yield line, [slots[position] for position in chosen], access.select(chosen)

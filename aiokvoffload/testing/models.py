@@ -165,22 +165,25 @@ class ARCModel(PolicyModel):
 
     Args:
         capacity: Number of slots.
+        are_ghosts_frequent: Whether a block that comes back from a ghost list is frequent (T2) or recent (T1).
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, *, are_ghosts_frequent: bool = True) -> None:
         super().__init__(capacity)
+        self.are_ghosts_frequent = are_ghosts_frequent
         self.target_recent_count = 0.0
         self.recent_ghosts: list[OffloadKey] = []
         self.frequent_ghosts: list[OffloadKey] = []
         self._missed_at: dict[OffloadKey, int] = {}
 
     def insert(self, slots: Sequence[int], keys: Sequence[OffloadKey], access: Access) -> None:
-        """Add entries to T1 and end their ghosts."""
+        """Add entries to T1, or to T2 where the key is a ghost, and end the ghosts."""
         super().insert(slots, keys, access)
-        for key in keys:
+        for slot, key in zip(slots, keys, strict=True):
             for ghosts in (self.recent_ghosts, self.frequent_ghosts):
                 if key in ghosts:
                     ghosts.remove(key)
+                    self.entries[slot].is_frequent = self.are_ghosts_frequent
 
     def miss(self, keys: Sequence[OffloadKey], access: Access) -> None:
         """Move the target, the deepest block first."""

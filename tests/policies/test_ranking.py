@@ -37,6 +37,13 @@ class Model:
         return sorted(self.evictable, key=self.rank_of.__getitem__)
 
 
+class RankedLines(RankedPolicy):
+    """Shows what the base class does alone."""
+
+    def touch(self, slots: Sequence[int], access: Access) -> None:
+        raise NotImplementedError
+
+
 def check_leaves(policy: RankedPolicy) -> None:
     for line in policy._lines:
         assert line.open_leaves == [leaf for leaf in line.leaves if leaf.evictable_count]
@@ -145,6 +152,20 @@ def test_the_number_of_leaves_follows_the_slots(step: int) -> None:
     check_leaves(policy)
 
 
+def test_slots_that_get_another_base_go_among_those_of_the_other_line() -> None:
+    policy = RankedLines(CAPACITY, line_count=2)
+    slots = list(range(CAPACITY))
+    policy._enter(slots, [slot % 97 + 1 for slot in slots], Access(1), 1)
+    policy._rebase(slots[::3], [slot % 89 + 1 for slot in slots[::3]], 0)
+    policy._rebase(slots[1::3], [slot % 89 + 1 for slot in slots[1::3]], 0)
+    policy.unpin(slots)
+    check_leaves(policy)
+    in_order = sorted([*slots[::3], *slots[1::3]], key=lambda slot: (slot % 89, slot))
+    assert policy._coldest_of(0, CAPACITY) == in_order
+    assert policy._coldest_of(1, 5) == sorted(slots[2::3], key=lambda slot: (slot % 97, slot))[:5]
+    assert {policy._line_of(slot) for slot in in_order} == {0}
+
+
 def test_touching_for_ever_without_an_eviction_leaves_nothing_behind() -> None:
     policy = filled(LEAF_SLOTS)
     for tick in range(2, 400):
@@ -188,6 +209,22 @@ class TestRanks:
         assert ranks.of(50) < ranks.of(1)
         assert ranks.assign(slots, 3, range(16, 16 + 16 * count, 16)) == slots[::-1]
         assert ranks.assign(slots, 4, None) == slots
+
+    @pytest.mark.parametrize("count", [3, BATCH_SLOTS + 3])
+    def test_bases_of_any_size_go_before_depths(self, count: int) -> None:
+        ranks = Ranks(100)
+        slots = list(range(count))
+        bases = [1 << 200, 1, (1 << 200) + 1] + [1 << 100] * (count - 3)
+        assert ranks.assign_each(slots, bases, range(16, 16 + 16 * count, 16)) == [1, *slots[:2:-1], 0, 2]
+        assert ranks.rebase([2, 0, 1], [7, 7, 8]) == [2, 0, 1]
+        ranks.assign([50], 0, None)
+        assert [slot for slot in (*slots, 50) if ranks.is_first(slot)] == [50]
+
+    def test_another_base_keeps_the_order_of_equals(self) -> None:
+        ranks = Ranks(40)
+        ranks.assign_each([2, 0, 1], [5, 6, 7], None)
+        ranks.assign([*range(10, 40)], 3, None)
+        assert ranks.rebase([10, 0, 1, 2], [3, 3, 3, 3]) == [2, 0, 1, 10]
 
     def test_select_older_keeps_slots_and_depths_together(self) -> None:
         ranks = Ranks(4)

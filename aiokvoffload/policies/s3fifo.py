@@ -1,0 +1,155 @@
+"""Three queues: new blocks in a small one, blocks used again in a main one, keys that left the small one as ghosts.
+
+After J. Yang et al., "FIFO Queues are All You Need for Cache Eviction", SOSP 2023, with its sizes: the small queue
+has a tenth of the slots, uses are counted up to 3, more than one use in the small queue leads to the main queue, and
+there are as many ghosts as the main queue has slots. Added here: blocks of one request enter a queue deepest first,
+and no call passes over more than some hundred blocks, however many were used.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+from aiokvoffload.keys import OffloadKey
+from aiokvoffload.policies.base import Access
+from aiokvoffload.policies.history import History
+from aiokvoffload.policies.ranking import RankedPolicy, split_by_line
+
+_SMALL, _MAIN, _DEMOTED = 0, 1, 2
+_SMALL_SHARE = 0.1
+_MAX_USES = 3
+_USES_TO_STAY = 2
+_PASSES_PER_VICTIM = 16
+_MAX_PASSES = 512
+"""How many used blocks may be passed over at once; each victim adds to what may be, up to this. Without any left, the
+next in line leaves although it was used."""
+
+
+class S3FIFOPolicy(RankedPolicy):
+    """Evicts from the small queue while that is above its share, else from the main queue.
+
+    Args:
+        capacity: Number of slots.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, line_count=3, first_line=_DEMOTED)
+        self._small_target = max(1, int(_SMALL_SHARE * capacity))
+        self._ghosts = History(capacity - int(_SMALL_SHARE * capacity))
+        self._key_of: list[OffloadKey] = [OffloadKey(b"")] * capacity
+        self._last_tick = array("q", bytes(8 * capacity))
+        self._uses = bytearray(capacity)
+        self._latest_tick = 1
+        self._passes = _MAX_PASSES
+
+    @property
+    def history_bytes(self) -> int:
+        """Memory taken by what is remembered of blocks that left."""
+        return self._ghosts.used_bytes
+
+    def insert(self, slots: Sequence[int], keys: Sequence[OffloadKey], access: Access) -> None:
+        """Make `slots` resident and pinned, in the small queue or, where their keys are ghosts, in the main one."""
+        self._latest_tick = max(self._latest_tick, access.tick)
+        lines = []
+        for slot, key in zip(slots, keys, strict=True):
+            self._key_of[slot] = key
+            self._last_tick[slot] = access.tick
+            self._uses[slot] = 0
+            lines.append(_SMALL if self._ghosts.pop(key) is None else _MAIN)
+        for line, part, its_access in split_by_line(slots, lines, access):
+            self._insert(part, its_access, line)
+
+    def touch(self, slots: Sequence[int], access: Access) -> None:
+        """Count a use; nothing moves, but what was demoted is new again."""
+        self._latest_tick = max(self._latest_tick, access.tick)
+        demoted = [position for position, slot in enumerate(slots) if self._line_of(slot) == _DEMOTED]
+        if demoted:
+            self._rerank([slots[position] for position in demoted], access.select(demoted), _SMALL)
+        for slot in slots:
+            if self._last_tick[slot] < access.tick:
+                self._last_tick[slot] = access.tick
+                self._uses[slot] = min(_MAX_USES, self._uses[slot] + 1)
+
+    def coldest(self, count: int) -> list[int]:
+        """Return up to `count` slots, first to leave first."""
+        return [slot for slot, _ in _Hand(self, min(count, self.evictable_count)).victims()]
+
+    def _drop_coldest(self, count: int) -> list[int]:
+        """Drop the `count` slots that leave first; those of the small queue become ghosts."""
+        hand = _Hand(self, count)
+        victims = list(hand.victims())
+        self._passes = hand.passes
+        gone = [slot for slot, _ in victims]
+        self.remove(gone)
+        for slot, line in victims:
+            if line == _SMALL:
+                self._ghosts.put(self._key_of[slot], 0)
+        for slot, uses in hand.passed_over.items():
+            self._uses[slot] = uses
+        moved = list(hand.passed_over)
+        self._rerank(moved, Access(self._latest_tick, depths=[0] * len(moved)), _MAIN)  # behind all of that tick
+        return gone
+
+    def clear(self) -> None:
+        """Drop all slots and ghosts."""
+        super().clear()
+        self._ghosts.clear()
+
+
+class _Hand:
+    """Goes along the queues of a policy and finds victims, but moves nothing.
+
+    Attributes:
+        passed_over: The blocks that go to the end of the main queue and the uses left to each, in that order.
+        passes: How many more may be passed over.
+    """
+
+    def __init__(self, policy: S3FIFOPolicy, count: int) -> None:
+        self.passed_over: dict[int, int] = {}
+        self._count = count
+        self.passes = policy._passes
+        self._uses = policy._uses
+        # Victims are asked for in batches: what replaces them goes to the small queue and counts already.
+        others_count = policy._lines[_MAIN].resident_count + policy._lines[_DEMOTED].resident_count
+        self._small_excess = policy.capacity - others_count - policy._small_target
+        self._demoted, self._small = policy._evictable_in(_DEMOTED), policy._evictable_in(_SMALL)
+        self._requeued: deque[int] = deque()
+        self._main = chain(policy._evictable_in(_MAIN), _drain(self._requeued))
+
+    def victims(self) -> Iterator[tuple[int, int]]:
+        """Yield the slots that leave, each with the queue that it leaves from."""
+        for _ in range(self._count):
+            slot = next(self._demoted, None)
+            yield (slot, _DEMOTED) if slot is not None else self._next_victim()
+
+    def _next_victim(self) -> tuple[int, int]:
+        self.passes = min(_MAX_PASSES, self.passes + _PASSES_PER_VICTIM)
+        while True:
+            slot, line = self._take()
+            uses = self.passed_over.pop(slot, self._uses[slot])
+            is_kept = uses >= _USES_TO_STAY if line == _SMALL else uses > 0
+            if not (is_kept and self.passes):
+                self._small_excess += line != _SMALL
+                return slot, line
+            self.passes -= 1
+            self._small_excess -= line == _SMALL
+            self.passed_over[slot] = 0 if line == _SMALL else uses - 1
+            self._requeued.append(slot)
+
+    def _take(self) -> tuple[int, int]:
+        """Take the next slot of the queue that has to give, or of the other if that is dry."""
+        lines = [(self._small, _SMALL), (self._main, _MAIN)]
+        for queue, line in lines if self._small_excess >= 0 else reversed(lines):
+            slot = next(queue, None)
+            if slot is not None:
+                return slot, line
+        raise RuntimeError("the queues hold fewer blocks than were counted")
+
+
+def _drain(queue: deque[int]) -> Iterator[int]:
+    """Yield what is in a queue, also what is added meanwhile."""
+    while queue:
+        yield queue.popleft()
