@@ -174,7 +174,9 @@ class ToyEngine:
         self._pages = [canonical.tensor.numpy() for canonical in kv_caches.tensors]
         self._regions = [f"GPU tensor {index}" for index in range(len(self._pages))]
         self._root = root_hash(CacheIdentity(model="toy"))
-        self._prefixes = [self._draw_tokens(self._workload.prefix_blocks) for _ in range(self._workload.prefix_count)]
+        self._prefixes = [
+            self._draw_tokens(self._workload.prefix_blocks) for _ in range(self._workload.prefix_count)
+        ]
         self._conversations: deque[list[int]] = deque(maxlen=_KEPT_CONVERSATIONS)
         self._numbers = itertools.count()
         self._generation = self._epoch = 0
