@@ -7,7 +7,8 @@ share, hits about as often as the whole one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -22,57 +23,78 @@ from aiokvoffload.policies.uses import GhostRows, UseTable
 _TICK_BITS = 48
 _STEPS_PER_HALF_LIFE = 1 << 32
 _DEMOTED = 2
-_SAMPLED_SLOTS = 4096
+_SAMPLED_SLOTS = 2048
 """Above this many sampled slots a coarser sample is as good and costs less."""
-_MIN_SAMPLE = 8
+_MIN_SAMPLE = 4
+_FINE_SAMPLE_CAPACITY = 1024
+"""Up to this capacity the finest sample is taken; a coarser one leaves more memory for blocks that left."""
 _MAX_SAMPLE = 1024
-_ROUND_CAPACITIES = 1.0
+_ROUND_CAPACITIES = 0.1
 """After so many looked-up blocks, in units of the capacity, a round ends."""
-_MIN_ROUND_BLOCKS = 4096
-_FADING = 0.9
-"""What the scores of earlier rounds are worth after another one."""
+_MIN_ROUND_BLOCKS = 256
+_MEMORY_CAPACITIES = 10.0
+_MIN_MEMORY_BLOCKS = 40_000
+"""After so many looked-up blocks a round counts 1/e of a new one."""
 _LEAD = 0.01
-"""By what share a candidate must be better than the winner to replace it."""
+_LEAD_OVER_SAFE = 0.03
+"""By what share a candidate must be better than the winner to replace it: by more to replace `lru`, the first of the
+candidates, because nothing may be worse than that."""
+_DEVIATIONS = 0.5
+_DEVIATIONS_OVER_SAFE = 1.5
+"""How many standard deviations of the difference between rounds that must be, so that it is not chance."""
 _MOVES_PER_BLOCK = 4
-GHOST_ROW_BYTES = 288
+GHOST_ROW_BYTES = 240
+
+
+Ranking = Callable[[UseTable, Iterable[int]], list[int]]
+
+
+def _by_last(uses: UseTable, rows: Iterable[int]) -> list[int]:
+    last = uses.last_tick
+    return [last[row] for row in rows]
+
+
+def _by_last_but_one(uses: UseTable, rows: Iterable[int]) -> list[int]:
+    last, previous = uses.last_tick, uses.previous_tick
+    return [(previous[row] << _TICK_BITS) + last[row] for row in rows]
+
+
+def _by_weight(half_life: int) -> Ranking:
+    def ranks(uses: UseTable, rows: Iterable[int]) -> list[int]:
+        weights = uses.weights[half_life]
+        return [int(weights[row] * _STEPS_PER_HALF_LIFE) + 1 for row in rows]
+
+    return ranks
+
+
+HALF_LIVES = (1.0, 8.0)
+"""In capacities."""
+
+RANKINGS: tuple[Ranking, ...] = (_by_last, _by_last_but_one, _by_weight(0), _by_weight(1))
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to rank.
+    """One way to run a cache.
 
     Attributes:
         name: As `AdaptivePolicy.winner` shows it.
-        half_life: Index among the half-lives of the weight to rank by; None to rank by ticks.
-        is_by_last_but_one: Whether the last use but one decides, not the last.
+        ranking: Index in `RANKINGS`.
         is_filtered: Whether a block is stored only at its second use.
     """
 
     name: str
-    half_life: int | None = None
-    is_by_last_but_one: bool = False
+    ranking: int
     is_filtered: bool = False
 
-    def bases(self, uses: UseTable, rows: Iterable[int]) -> list[int]:
-        """Return the number to rank each row by."""
-        if self.half_life is not None:
-            weights = uses.weights[self.half_life]
-            return [int(weights[row] * _STEPS_PER_HALF_LIFE) + 1 for row in rows]
-        last = uses.last_tick
-        if self.is_by_last_but_one:
-            previous = uses.previous_tick
-            return [(previous[row] << _TICK_BITS) + last[row] for row in rows]
-        return [last[row] for row in rows]
 
-
-HALF_LIVES = (1.0, 0.5)
 CANDIDATES = (
-    Candidate("lru"),
-    Candidate("lrfu 1", half_life=0),
-    Candidate("lrfu 1/2", half_life=1),
-    Candidate("lru2", is_by_last_but_one=True),
-    Candidate("lru, filtered", is_filtered=True),
-    Candidate("lru2, filtered", is_by_last_but_one=True, is_filtered=True),
+    Candidate("lru", 0),
+    Candidate("lrfu, half-life 1", 2),
+    Candidate("lrfu, half-life 8", 3),
+    Candidate("lru2", 1),
+    Candidate("lru, filtered", 0, is_filtered=True),
+    Candidate("lru2, filtered", 1, is_filtered=True),
 )
 
 
@@ -107,6 +129,8 @@ class AdaptivePolicy(RankedPolicy):
         self._key_of: list[OffloadKey] = [OffloadKey(b"")] * capacity
         self._ranked_by = bytearray(capacity)
         self._sample = _MIN_SAMPLE
+        if capacity > _FINE_SAMPLE_CAPACITY:
+            self._sample *= 2
         while capacity // self._sample > _SAMPLED_SLOTS and self._sample < _MAX_SAMPLE:
             self._sample *= 2
         budget = capacity * history_bytes_per_block
@@ -120,7 +144,7 @@ class AdaptivePolicy(RankedPolicy):
         self._uses = UseTable(self._scratch_row + 1, [half_life * capacity for half_life in HALF_LIVES])
         self._clock = InsertionClock()
         self._is_sampled = bytearray(capacity)
-        self._heard: list[tuple[int, OffloadKey, list[int], bool]] = []
+        self._heard: list[tuple[int, OffloadKey, tuple[int, ...], bool]] = []
         self._heard_tick = 0
         self._start_anew()
 
@@ -168,10 +192,10 @@ class AdaptivePolicy(RankedPolicy):
         newer = [position for position, slot in enumerate(slots) if last[slot] < tick]
         self._uses.use([slots[position] for position in newer], tick, self._clock.at(tick))
         self._round_blocks += len(newer)
-        for position in newer:
-            if self._is_sampled[slots[position]]:
-                slot = slots[position]
-                self._hear(self._key_of[slot], slot, tick, access.depths[position] if access.depths else 0, True)
+        sampled = [position for position in newer if self._is_sampled[slots[position]]]
+        if sampled:
+            rows = [slots[position] for position in sampled]
+            self._hear([self._key_of[row] for row in rows], rows, access.select(sampled), [True] * len(rows))
         self._rerank_each(slots, self._bases(slots), access, self._current)
         self._catch_up(_MOVES_PER_BLOCK * len(slots))
 
@@ -179,21 +203,24 @@ class AdaptivePolicy(RankedPolicy):
         """Note a use of blocks that are not resident; strangers become ghosts if the winner may not store them."""
         uses, tick, time = self._uses, access.tick, self._clock.at(access.tick)
         is_filtered = CANDIDATES[self._winner].is_filtered
+        self._round_blocks += len(keys)
+        uses.start(self._scratch_row, tick, time)
+        sampled: list[int] = []
+        rows: list[int] = []
         for position, key in enumerate(keys):
             row = self._ghosts.get(key)
             if row is not None:
                 if uses.last_tick[row] >= tick:
                     continue
-                uses.use([row], tick, time)
+                uses.use((row,), tick, time)
             elif is_filtered and (row := self._ghosts.put(key)) is not None:
-                uses.start(row, tick, time)
+                uses.copy(self._scratch_row, row)
             if self._is_in_sample(key):
-                is_repeated = row is not None and uses.previous_tick[row] > 0
-                if row is None:
-                    row = self._scratch_row
-                    uses.start(row, tick, time)
-                self._hear(key, row, tick, access.depths[position] if access.depths else 0, is_repeated)
-        self._round_blocks += len(keys)
+                sampled.append(position)
+                rows.append(self._scratch_row if row is None else row)
+        if sampled:
+            is_repeated = [uses.previous_tick[row] > 0 for row in rows]
+            self._hear([keys[position] for position in sampled], rows, access.select(sampled), is_repeated)
 
     def unpin(self, slots: Collection[int]) -> None:
         """Put pinned slots back into their lines."""
@@ -223,6 +250,7 @@ class AdaptivePolicy(RankedPolicy):
         self._winner = self._current = self._round_blocks = 0
         self._scores = [0.0] * len(CANDIDATES)
         self._round = [0.0] * len(CANDIDATES)
+        self._variances = [[0.0] * len(CANDIDATES) for _ in CANDIDATES]
 
     def _shares(self, count: int) -> Sequence[tuple[int, int]]:
         """What was demoted, then the line of the winner, then the one before."""
@@ -239,7 +267,7 @@ class AdaptivePolicy(RankedPolicy):
         """Return the number that the winner ranks each slot by, and note that it does."""
         for slot in slots:
             self._ranked_by[slot] = self._winner
-        return CANDIDATES[self._winner].bases(self._uses, slots)
+        return RANKINGS[CANDIDATES[self._winner].ranking](self._uses, slots)
 
     def _catch_up(self, count: int) -> None:
         """Bring some slots from the order of the winner before into that of the present one."""
@@ -255,14 +283,14 @@ class AdaptivePolicy(RankedPolicy):
     def _is_in_sample(self, key: OffloadKey) -> bool:
         return self._has_shadows and crc32(key) % self._sample == 0
 
-    def _hear(self, key: OffloadKey, row: int, tick: int, depth: int, is_repeated: bool) -> None:
-        """Note the use of a sampled block for the shadows, which see the uses of one request together."""
-        if tick != self._heard_tick:
+    def _hear(self, keys: Sequence[OffloadKey], rows: Sequence[int], access: Access, is_repeated: list[bool]) -> None:
+        """Note uses of sampled blocks for the shadows, which see those of one request together."""
+        if access.tick != self._heard_tick:
             self._play()
-            self._heard_tick = tick
-        rows = (row,)
-        bases = [candidate.bases(self._uses, rows)[0] for candidate in CANDIDATES]
-        self._heard.append((depth, key, bases, is_repeated))
+            self._heard_tick = access.tick
+        depths = access.depths or [0] * len(keys)
+        bases = zip(*(bases_of(self._uses, rows) for bases_of in RANKINGS), strict=True)
+        self._heard += zip(depths, keys, bases, is_repeated, strict=True)
 
     def _play(self) -> None:
         """Let every shadow serve the request that was heard; at the end of a round the best one wins."""
@@ -272,19 +300,30 @@ class AdaptivePolicy(RankedPolicy):
             depths = [depth for depth, _, _, _ in heard]
             keys = [key for _, key, _, _ in heard]
             is_repeated = [flag for _, _, _, flag in heard]
+            ranks = list(zip(*(bases for _, _, bases, _ in heard), strict=True))
             for index, (candidate, shadow) in enumerate(zip(CANDIDATES, self._shadows, strict=True)):
-                bases = [entry[2][index] for entry in heard]
+                bases = ranks[candidate.ranking]
                 hits, stores = shadow.request(keys, bases, depths, is_repeated if candidate.is_filtered else None)
                 self._round[index] += hits - self._store_cost * stores
         if self._round_blocks >= max(_MIN_ROUND_BLOCKS, _ROUND_CAPACITIES * self.capacity):
             self._end_round()
 
     def _end_round(self) -> None:
+        """Add the round to the scores and change the winner if another one is better by more than chance."""
+        fading = math.exp(-self._round_blocks / max(_MIN_MEMORY_BLOCKS, _MEMORY_CAPACITIES * self.capacity))
         self._round_blocks = 0
-        self._scores = [_FADING * score + new for score, new in zip(self._scores, self._round, strict=True)]
+        scores, found = self._scores, self._round
+        for index, new in enumerate(found):
+            scores[index] = fading * scores[index] + new
+            variances = self._variances[index]
+            for other, reference in enumerate(found):
+                variances[other] = fading * fading * variances[other] + (new - reference) ** 2
         self._round = [0.0] * len(CANDIDATES)
-        best = max(range(len(CANDIDATES)), key=self._scores.__getitem__)
-        lead = self._scores[best] - self._scores[self._winner]
-        if lead > _LEAD * abs(self._scores[self._winner]) and not self._lines[1 - self._current].evictable_count:
+        winner = self._winner
+        best = max(range(len(CANDIDATES)), key=scores.__getitem__)
+        lead = scores[best] - scores[winner]
+        share, deviations = (_LEAD, _DEVIATIONS) if winner else (_LEAD_OVER_SAFE, _DEVIATIONS_OVER_SAFE)
+        needed = max(share * abs(scores[winner]), deviations * math.sqrt(self._variances[best][winner]))
+        if lead > needed and not self._lines[1 - self._current].evictable_count:
             self._winner = best
             self._current = 1 - self._current
