@@ -97,7 +97,9 @@ def test_a_manager_that_holds_everything_hits_all_that_can_be_hit() -> None:
     [
         ("lru", 1_827, 0, 5.25),
         ("lru", 18_279, 0, 27.89),
+        ("arc", 1_827, 0, 7.74),
         ("arc-reference", 1_827, 0, 5.90),
+        ("arc", 18_279, 0, 28.66),
         ("arc-reference", 18_279, 0, 27.75),
         ("lru", 1_827, 2, 8.63),
     ],
