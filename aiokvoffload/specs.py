@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 
 from aiokvoffload.errors import InvalidRequestError, StateError
 from aiokvoffload.keys import OffloadKey
+
+_logger = logging.getLogger(__name__)
 
 
 class LookupResult(Enum):
@@ -308,7 +311,11 @@ class Ticket:
         self.is_waiting = False
         callbacks, self._on_settled = self._on_settled, []
         for callback in callbacks:
-            callback()
+            try:
+                callback()
+            except Exception:
+                # Others wait for the same step: one that fails must not keep them asleep.
+                _logger.exception("a callback of a settled ticket raised")
 
 
 class PrepareStoreOutput(Ticket):

@@ -310,3 +310,18 @@ def test_a_waiting_load_calls_back_in_the_step_that_settles_it(holder: CountingH
     assert called == [("first", LookupResult.HIT), ("late", LookupResult.HIT), ("second", LookupResult.HIT)]
     ticket.settle()
     assert len(called) == 3
+
+
+def test_a_settled_callback_that_raises_keeps_no_other_asleep(caplog: pytest.LogCaptureFixture) -> None:
+    called: list[str] = []
+
+    def fail() -> None:
+        raise ValueError("on purpose")
+
+    ticket = PrepareLoadOutput(CountingHolder(), 0, 0)
+    ticket.is_waiting = True
+    ticket.on_settled(fail)
+    ticket.on_settled(lambda: called.append("woken"))
+    ticket.settle()
+    assert called == ["woken"]
+    assert "on purpose" in caplog.text

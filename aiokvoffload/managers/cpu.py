@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from aiokvoffload.clock import Clock
 from aiokvoffload.errors import ConfigurationError, InvalidRequestError, StateError
@@ -31,6 +31,8 @@ from aiokvoffload.specs import (
     Ticket,
 )
 
+_TAKES: tuple[str, ...] = get_args(Take)
+_WHEN_FULL: tuple[str, ...] = get_args(WhenFull)
 _Usable = Literal["known", "ready", "none"]
 """Which blocks a load can have: those stored or being written, only those stored, or none."""
 
@@ -145,6 +147,8 @@ class CPUOffloadingManager(OffloadingManager):
         resident_tokens: int = 0,
     ) -> PrepareLoadOutput:
         """Look up and pin in one step."""
+        if take not in _TAKES:
+            raise InvalidRequestError(f"take is {take!r}, it must be one of {', '.join(_TAKES)}")
         binding = self._bind(ctx)
         ticket = PrepareLoadOutput(self, self._epoch, self._generation)
         parts = [list(dict.fromkeys(part)) for part in self._prefix.split(keys, group_sizes)]
@@ -187,6 +191,8 @@ class CPUOffloadingManager(OffloadingManager):
         filtered: bool = True,
     ) -> PrepareStoreOutput:
         """Reserve slots for the missing keys of an offer."""
+        if when_full not in _WHEN_FULL:
+            raise InvalidRequestError(f"when_full is {when_full!r}, it must be one of {', '.join(_WHEN_FULL)}")
         binding = self._bind(ctx)
         keys, depths = _without_repeats(keys, depths)
         ticket = PrepareStoreOutput(self, self._epoch, self._generation)

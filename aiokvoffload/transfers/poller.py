@@ -129,6 +129,8 @@ class Poller:
                 # What lands later than expected is polled for less and less often; a doorbell rings for it.
                 backoff = 1 if step.has_news else min(2 * backoff, _MAX_BACKOFF)
             seconds = step.seconds_to_deadline
+            if seconds is not None:
+                seconds = max(seconds, _MIN_SLEEP_SECONDS)
             if step.seconds_to_landing is not None:
                 to_landing = max(step.seconds_to_landing, _MIN_SLEEP_SECONDS * backoff)
                 seconds = to_landing if seconds is None else min(seconds, to_landing)

@@ -9,7 +9,7 @@ already, the same bytes into the same GPU block, joins them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -186,7 +186,7 @@ class OffloadingWorker:
 
     def expire_all(self) -> None:
         """Make everything overdue that has been sent and has not landed."""
-        self._expire_sent_before(self._clock.now())
+        _make_overdue(self._under_way())
 
     def _under_way(self) -> list[Transfer]:
         return [transfer for sent in self._sent.values() for transfer in sent] + self._joiners
@@ -370,21 +370,25 @@ class OffloadingWorker:
         transfer.resources = ()
 
     def _expire(self) -> None:
-        time = self._clock.now() - self._landing_seconds
-        self._expire_sent_before(time)
+        _make_overdue(transfer for transfer in self._under_way() if self._is_late(transfer.sent_at))
         for queue in self._queued.values():
-            for transfer in [queued for queued in queue if queued.submitted_at <= time]:
+            for transfer in [queued for queued in queue if self._is_late(queued.submitted_at)]:
                 # What has joined it fails with it.
                 if transfer in queue:
                     queue.remove(transfer)
                     transfer.error = f"it could not be sent within {self._landing_seconds:g} s"
                     self._give_up(transfer)
 
-    def _expire_sent_before(self, time: float) -> None:
-        for transfer in self._under_way():
-            if transfer.sent_at <= time and not transfer.is_overdue:
-                transfer.is_overdue = True
-                transfer.on_overdue()
+    def _is_late(self, since: float) -> bool:
+        # The same sum as in seconds_to_deadline: rounded in another way, a deadline of 0 s might not be one yet.
+        return since + self._landing_seconds <= self._clock.now()
+
+
+def _make_overdue(transfers: Iterable[Transfer]) -> None:
+    for transfer in transfers:
+        if not transfer.is_overdue:
+            transfer.is_overdue = True
+            transfer.on_overdue()
 
 
 def _slot_resource(slot: int) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from aiokvoffload.errors import ConfigurationError
+from aiokvoffload.errors import ConfigurationError, InvalidRequestError
 from aiokvoffload.managers.cpu import CPUOffloadingManager
 from aiokvoffload.specs import LookupResult, ReqContext, Ticket
 from aiokvoffload.testing.clock import ManualClock
@@ -124,3 +124,14 @@ def test_tickets_that_are_over_are_forgotten() -> None:
     for _ in range(20):
         use()
     assert tickets() == before
+
+
+def test_an_unknown_way_to_take_or_to_wait_is_refused_before_anything_is_pinned() -> None:
+    manager = CPUOffloadingManager(4)
+    (key,) = make_keys(1)
+    manager.complete_store_nowait(manager.prepare_store_nowait([key]))
+    with pytest.raises(InvalidRequestError, match="take is 'some', it must be one of all, leading"):
+        manager.prepare_load_nowait([key], take="some")  # type: ignore[arg-type]  # on purpose
+    with pytest.raises(InvalidRequestError, match="when_full is 'queue', it must be one of refuse, leading, wait"):
+        manager.prepare_store_nowait([key], when_full="queue")  # type: ignore[arg-type]  # on purpose
+    assert manager.statistics().pinned == 0

@@ -66,3 +66,18 @@ def test_a_pin_of_many_leaves_the_rest_in_order() -> None:
     )
     policy.unpin(range(0, size, 3))
     assert order_of(policy)[: size // 12] == [slot for slot in range(size) if slot % 3 != 2][: size // 12]
+
+
+def test_evictions_go_on_where_the_last_one_stopped() -> None:
+    size = 3 * LEAF_SLOTS
+    policy = LRUPolicy(size)
+    fill(policy, range(size), Access(1))
+    pinned = [slot for slot in range(size) if slot % 5 in (1, 2)]
+    policy.pin(pinned)
+    expected = [slot for slot in range(size) if slot % 5 not in (1, 2)]
+    for count in (3, 1, 7, 40, 2, 100, 1, 1, 60):
+        assert policy.coldest(count + 1) == expected[: count + 1]
+        assert policy.evict(count) == expected[:count]
+        del expected[:count]
+    policy.unpin(pinned)
+    assert order_of(policy) == sorted([*pinned, *expected])

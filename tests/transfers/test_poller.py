@@ -160,6 +160,18 @@ async def test_it_never_sleeps_past_a_deadline() -> None:
 
 
 @on_each_loop
+async def test_a_deadline_that_is_almost_there_does_not_make_it_spin() -> None:
+    rig = PollerRig()
+    rig.clock.advance(5)
+    rig.step = PollStep(has_news=False, seconds_to_landing=None, seconds_to_deadline=1e-17)
+    rig.poller.start()
+    await go_on()
+    assert rig.poller.poll_count == 1
+    assert rig.clock.next_deadline == pytest.approx(5.001)
+    await rig.poller.stop()
+
+
+@on_each_loop
 async def test_a_scope_around_its_start_does_not_end_it() -> None:
     rig = PollerRig()
     with anyio.CancelScope() as scope:

@@ -608,3 +608,17 @@ def test_estimates() -> None:
     assert slower is not None
     assert slower > seconds
     rig.land()
+
+
+@given(start=st.floats(0, 1e6), delay=st.floats(0, 10))
+def test_what_has_no_time_left_is_overdue(start: float, delay: float) -> None:
+    rig = WorkerRig(in_flight_blocks=1)
+    rig.clock.advance(start)
+    rig.device.hang_direction(Direction.STORE)
+    sent, queued = fill(rig), rig.load((5, 1))
+    rig.clock.advance(delay)
+    while (seconds := rig.worker.seconds_to_deadline()) is not None and seconds > 0:
+        rig.clock.advance(seconds)
+    rig.worker.poll()
+    assert rig.overdue == [sent]
+    assert queued.state is OVER
