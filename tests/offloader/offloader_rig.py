@@ -24,8 +24,6 @@ from aiokvoffload.offloader.machine import OffloaderMachine
 from aiokvoffload.offloader.parts import Parts, build_parts
 from aiokvoffload.testing.clock import ManualClock
 from aiokvoffload.testing.device import ManualDevice
-from aiokvoffload.transfers.device_host import SingleDirectionOffloadingHandler
-from aiokvoffload.transfers.worker import OffloadingWorker
 
 BACKENDS = ("asyncio", "trio")
 BLOCK_TOKENS = 4
@@ -122,18 +120,7 @@ class Rig:
             compute_stream=self.compute,
             deadlines=self.deadlines,
             clock=self.clock,
-        )
-        handlers = {
-            direction: SingleDirectionOffloadingHandler(direction, parts.layout, parts.memory, self.device)
-            for direction in Direction
-        }
-        worker = OffloadingWorker(
-            self.device,
-            parts.layout,
-            handlers,
-            self.clock,
             in_flight_bytes=self._in_flight_bytes,
-            landing_seconds=self.deadlines.landing_seconds,
         )
         manager = self._manager_class(
             self.cpu_blocks,
@@ -143,7 +130,7 @@ class Rig:
             event_sink=parts.hub,
             clock=self.clock,
         )
-        return replace(parts, worker=worker, manager=with_reuse_filter(manager, self._store_threshold))
+        return replace(parts, manager=with_reuse_filter(manager, self._store_threshold))
 
     def write(self, gpu_blocks: Sequence[int], seed: int = 1) -> None:
         """Fill GPU blocks with bytes that depend on `seed` and on their place in the list."""

@@ -889,6 +889,34 @@ async def test_closing_is_bounded_and_says_which_blocks_are_stuck() -> None:
 
 
 @on_both_loops
+async def test_what_is_still_queued_at_the_end_of_a_close_is_taken_back() -> None:
+    rig = Rig(deadlines=Deadlines(landing_seconds=100, drain_seconds=3), in_flight_bytes=1)
+    rig.manual_device.hang_direction(Direction.STORE)
+    async with anyio.create_task_group() as tasks:
+        offloader = await rig.open().__aenter__()
+        offloader.store_soon(keys_of(offloader, 1), [4])
+        queued = offloader.store_soon(keys_of(offloader, 1, salt="queued"), [2])
+
+        async def close() -> None:
+            with pytest.raises(BlocksInFlightError) as caught:
+                await offloader.aclose()
+            assert caught.value.gpu_blocks == {4}
+
+        tasks.start_soon(close)
+        await settle()
+        assert not queued.is_idle
+        rig.manual_clock.advance(3)
+        await settle()
+        assert queued.is_idle
+        assert queued.outcomes == (StoreOutcome.REFUSED,)
+        rig.manual_device.release()
+        rig.manual_device.land_all()
+        offloader.poll()
+        assert rig.copies(Direction.STORE) == 1
+        assert_idle(offloader)
+
+
+@on_both_loops
 async def test_closing_takes_an_own_bound() -> None:
     rig = Rig()
     rig.manual_device.hang_direction(Direction.STORE)

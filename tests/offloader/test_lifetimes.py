@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -34,8 +35,11 @@ from aiokvoffload import (
 )
 from aiokvoffload.devices.base import Direction, Event
 from aiokvoffload.devices.host import HostDevice
+from aiokvoffload.memory.pinned import PinnedMemory
 from aiokvoffload.testing.asserts import assert_idle
 from aiokvoffload.testing.device import ManualDevice
+from aiokvoffload.transfers.device_host import SingleDirectionOffloadingHandler
+from aiokvoffload.transfers.worker import OffloadingWorker
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -546,6 +550,43 @@ async def _check_is_out_of_order(rig: Rig, offloader: Offloader, fault: str) -> 
         assert ticket.result is LookupResult.MISS
         assert ticket.start([]).is_idle
     assert len(rig.manual_device.copies) == copies
+
+
+class FaultyMemory(PinnedMemory):
+    """Cannot say where it is, for a while."""
+
+    is_faulty = False
+
+    @property
+    def address(self) -> int:
+        if self.is_faulty:
+            raise RuntimeError("the address is broken")
+        return super().address
+
+
+def test_what_raises_before_anything_is_sent_reserves_and_pins_nothing() -> None:
+    rig = Rig()
+    parts = rig.parts()
+    memory = FaultyMemory(rig.cpu_blocks, parts.memory.slot_bytes, rig.device)
+    handlers = {
+        direction: SingleDirectionOffloadingHandler(direction, parts.layout, memory, rig.device)
+        for direction in Direction
+    }
+    offloader = SyncOffloader(
+        replace(parts, memory=memory, worker=OffloadingWorker(rig.device, parts.layout, handlers, rig.clock))
+    )
+    keys = keys_of(offloader, 1)
+    offloader.store(keys, [0])
+    memory.is_faulty = True
+    with pytest.raises(RuntimeError, match="the address is broken"):
+        offloader.store(keys_of(offloader, 1, salt="other"), [0])
+    assert_idle(offloader)
+    with pytest.raises(RuntimeError, match="the address is broken"):
+        offloader.load(keys, [0])
+    assert_idle(offloader)
+    memory.is_faulty = False
+    assert offloader.load(keys, [1]) == 4
+    offloader.close()
 
 
 @on_both_loops

@@ -306,6 +306,26 @@ def test_a_joiner_that_is_sent_after_the_landing_is_over_at_once() -> None:
     rig.land()
 
 
+def test_what_a_transfer_has_joined_is_sent_before_it() -> None:
+    rig = WorkerRig(in_flight_blocks=1)
+    fill(rig)
+    for number in range(MAX_PASSED_OVER):
+        rig.load((number, 8 + number % 4))
+    first = rig.load((5, 1))
+    joiner = rig.load((5, 1), (6, 2))
+    store = rig.store((2, 7))
+    while store.passed_over_count < MAX_PASSED_OVER:
+        assert states(first, joiner) == [QUEUED, QUEUED]
+        rig.land()
+    rig.land()
+    # The store is next; it waits for the joiner, and the joiner for what it has joined.
+    assert states(first, joiner, store) == [SENT, QUEUED, QUEUED]
+    for _ in range(3):
+        rig.land()
+    assert states(first, joiner, store) == [OVER, OVER, OVER]
+    assert rig.slots()[7] == 107
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     direction: Direction | None
