@@ -191,10 +191,12 @@ async def test_stopping_waits_for_its_end_even_if_cancelled() -> None:
     rig = PollerRig()
     rig.poller.start()
     await go_on()
+    found: list[bool] = []
     with anyio.CancelScope() as scope:
         scope.cancel()
         await rig.poller.stop()
-    assert not rig.poller.is_running
+        found.append(rig.poller.is_running)
+    assert found == [False]
     assert rig.drain_count == 0
     await rig.poller.stop()
 
@@ -224,6 +226,24 @@ def test_the_end_of_its_loop_drains(backend: str, has_run: bool) -> None:
     anyio.run(main, backend=backend)
     assert not rig.poller.is_running
     assert rig.drain_count == 1
+
+
+@pytest.mark.parametrize("ticks", [0, 1, 5])
+def test_whoever_cancels_all_tasks_of_the_loop_makes_it_drain_even_before_it_ever_ran(ticks: int) -> None:
+    rig = PollerRig()
+
+    async def main() -> None:
+        rig.poller.start()
+        for _ in range(ticks):
+            await anyio.lowlevel.checkpoint()
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        await go_on()
+        assert not rig.poller.is_running
+        assert rig.drain_count == 1
+        await rig.poller.stop()
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])

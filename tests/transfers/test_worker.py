@@ -246,6 +246,18 @@ def test_what_has_come_in_between_keeps_from_joining() -> None:
     assert rig.blocks()[1] == 106
 
 
+def test_the_end_of_an_earlier_load_does_not_keep_from_joining_the_last_one() -> None:
+    rig = WorkerRig()
+    first, second = rig.load((5, 1)), rig.load((6, 1))
+    rig.device.land_next()
+    assert rig.worker.poll() == [first]
+    joiner = rig.load((6, 1))
+    assert joiner.joined == [second]
+    rig.land()
+    assert joiner.success
+    assert rig.blocks()[1] == 107
+
+
 def test_a_store_that_rewrites_the_slot_keeps_from_joining() -> None:
     rig = WorkerRig(device=ManualDevice(random_order=random.Random(1)))
     rig.load((5, 1))
