@@ -16,12 +16,12 @@ _INTERRUPTED = 130
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status: 0 well, 1 a wrong byte or order, 2 a mistake, 130 Ctrl-C."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["bench"]:
-        from aiokvoffload.cli.bench import run_bench
-
-        return run_bench(arguments[1:])
-    options = parse_arguments(arguments)
     try:
+        if arguments[:1] == ["bench"]:
+            from aiokvoffload.cli.bench import run_bench
+
+            return run_bench(arguments[1:])
+        options = parse_arguments(arguments)
         if options.sweep is not None:
             return _sweep(options)
         if options.with_data:

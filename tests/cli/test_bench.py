@@ -8,6 +8,7 @@ import pytest
 
 from aiokvoffload.cli.bench_manager import HOSTILE_CASES, OPERATIONS
 from aiokvoffload.cli.main import run
+from aiokvoffload.policies.lru import LRUPolicy
 
 SMALL = ["bench", "manager", "--blocks", "256", "--batch", "16", "--calls", "20"]
 
@@ -43,3 +44,15 @@ def test_a_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str], arguments
         run([*SMALL, *arguments])
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+class InterruptedPolicy(LRUPolicy):
+    """Stands for a Ctrl-C while the bench runs."""
+
+    def __init__(self, capacity: int) -> None:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_is_one_word_and_status_130(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*SMALL, "--policy", f"{__name__}:InterruptedPolicy"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
