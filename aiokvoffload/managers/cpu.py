@@ -151,8 +151,7 @@ class CPUOffloadingManager(OffloadingManager):
             raise InvalidRequestError(f"take is {take!r}, it must be one of {', '.join(_TAKES)}")
         binding = self._bind(ctx)
         ticket = PrepareLoadOutput(self, self._epoch, self._generation)
-        parts = [list(dict.fromkeys(part)) for part in self._prefix.split(keys, group_sizes)]
-        request = LoadRequest(parts, take, resident_tokens)
+        request = LoadRequest(self._prefix.split(keys, group_sizes), take, resident_tokens)
         self._pin(ticket, request, "known" if binding.epoch == self._epoch else "none")
         self._waits.add(ticket, request, self._blocks.writes(ticket.slots))
         self._hits += len(ticket.keys)
@@ -162,8 +161,7 @@ class CPUOffloadingManager(OffloadingManager):
         """Return a ticket that pins nothing and waits while any of `keys` is being written."""
         self._check()
         ticket = PrepareLoadOutput(self, self._epoch, self._generation)
-        slots = [slot for slot in self._blocks.find(keys) if slot is not None]
-        self._waits.add(ticket, LoadRequest([keys], "nothing"), self._blocks.writes(slots))
+        self._waits.add(ticket, LoadRequest([keys], "nothing"), self._blocks.writes(self._slots_of(keys)))
         return ticket
 
     def complete_load_nowait(self, ticket: PrepareLoadOutput) -> Completion:
@@ -341,13 +339,13 @@ class CPUOffloadingManager(OffloadingManager):
         """Pin what a load can have."""
         if request.take == "all":
             keys = request.parts[0] if len(request.parts) == 1 else [key for part in request.parts for key in part]
-            found = self._blocks.find(keys)
-            is_complete = None not in found and (
-                usable == "known" or (usable == "ready" and self._blocks.all_ready(found))
+            slots = self._slots_of(keys)
+            is_complete = len(slots) == len(keys) and (
+                usable == "known" or (usable == "ready" and self._blocks.all_ready(slots))
             )
             needed = [range(len(part) if is_complete else 0) for part in request.parts]
             ticket.token_count = min(len(run) * tokens for run, tokens in zip(needed, self.block_tokens, strict=True))
-            ticket.keys = keys if is_complete else ()
+            ticket.keys, ticket.slots = (keys, slots) if is_complete else ((), [])
         else:
             is_usable = {"known": self._blocks.is_known, "ready": self._blocks.is_ready, "none": _is_never_usable}
             end = self._prefix.boundary(request.parts, is_usable[usable], request.resident_tokens)
@@ -356,11 +354,14 @@ class CPUOffloadingManager(OffloadingManager):
             ticket.keys = [
                 key for part, run in zip(request.parts, needed, strict=True) for key in part[run.start : run.stop]
             ]
-            found = self._blocks.find(ticket.keys)
+            ticket.slots = self._slots_of(ticket.keys)
         ticket.group_sizes = tuple(map(len, needed))
         ticket.first_indices = tuple(run.start for run in needed)
-        ticket.slots = [slot for slot in found if slot is not None] if ticket.keys else []
         self._blocks.hold(ticket.slots)
+
+    def _slots_of(self, keys: Keys) -> list[int]:
+        """Return the slots of those of `keys` that are stored or being written."""
+        return [slot for slot in self._blocks.find(keys) if slot is not None]
 
     def _settle_load(self, ticket: PrepareLoadOutput, *, is_missed: bool = False) -> None:
         """End the wait of a load: keep its pins if all blocks were written, else take what is ready, or nothing."""
@@ -380,9 +381,10 @@ class CPUOffloadingManager(OffloadingManager):
         if len(admitted) > room and not is_leading_enough:
             return False
         taken = admitted[:room]
-        evicted = self._blocks.evict(max(0, len(taken) - self._blocks.free_count), protected)
-        if evicted is None:
+        reserved = self._blocks.reserve(taken, ticket, _access_to(taken, offer), protected)
+        if reserved is None:
             return False
+        ticket.slots, evicted = reserved
         self._evicted += len(evicted)
         self._announcer.note(EventKind.REMOVED, evicted)
         ticket.evicted_keys = evicted
@@ -392,7 +394,6 @@ class CPUOffloadingManager(OffloadingManager):
             kept = set(admitted)
             ticket.filtered_keys = [key for key in missing if key not in kept]
         ticket.keys_to_store = taken
-        ticket.slots = self._blocks.reserve(taken, ticket, _access_to(taken, offer))
         return True
 
     def _note_present(self, offer: _Offer, found: Found) -> tuple[Keys, list[int]]:
@@ -442,7 +443,6 @@ class CPUOffloadingManager(OffloadingManager):
         if self._offers:
             self._serve_offers()
         self._announcer.send()
-        self._blocks.free_given_up()
         while self._settled:
             settled, self._settled = self._settled, []
             for ticket in settled:
@@ -475,15 +475,21 @@ def _without_repeats(keys: Keys, depths: Sequence[int] | None) -> tuple[Keys, Se
     Raises:
         InvalidRequestError: There is not one depth, of at least 0, per key.
     """
-    if depths is not None and (len(depths) != len(keys) or min(depths, default=0) < 0):
+    if depths is not None and (len(depths) != len(keys) or _lowest(depths) < 0):
         raise InvalidRequestError(f"{len(keys)} keys need as many depths, each at least 0, not {depths}")
-    unique = list(dict.fromkeys(keys))
-    if len(unique) == len(keys):
+    if len(set(keys)) == len(keys):
         return keys, depths
+    unique = list(dict.fromkeys(keys))
     if depths is not None:
         depth_of = dict(zip(reversed(keys), reversed(depths), strict=True))
         depths = [depth_of[key] for key in unique]
     return unique, depths
+
+
+def _lowest(depths: Sequence[int]) -> int:
+    if isinstance(depths, range):
+        depths = (*depths[:1], *depths[-1:])
+    return min(depths, default=0)
 
 
 def _access_to(keys: Keys, offer: _Offer) -> Access:
