@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
+import numpy.typing as npt
 
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.managers.index import make_index
@@ -153,6 +154,25 @@ class BlockTable:
             self._policy.unpin(ready)
         if len(ready) < len(idle):
             self._make_free([slot for slot in idle if state[slot] == _KEYLESS], _KEYLESS)
+
+    # Placement
+
+    def is_stored(self, slot: int) -> bool:
+        """Return whether the block of a slot can be loaded."""
+        return self._state[slot] == _READY
+
+    def idle(self, slots: Sequence[int]) -> list[int]:
+        """Return those of `slots` whose block can be loaded and that have no users."""
+        users, state = self._users, self._state
+        return [slot for slot in slots if not users[slot] and state[slot] == _READY]
+
+    def count_used_once(self, mask: npt.NDArray[np.bool_]) -> int:
+        """Return how many of the slots in a mask have exactly one user."""
+        return int(np.count_nonzero(np.frombuffer(self._users, dtype=np.int32)[mask] == 1))
+
+    def drop_one_user(self, mask: npt.NDArray[np.bool_]) -> None:
+        """Count one user less of each slot in a mask, just before `clear`."""
+        np.frombuffer(self._users, dtype=np.int32)[mask] -= 1
 
     # Changing
 

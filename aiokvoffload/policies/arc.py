@@ -62,6 +62,13 @@ class ARCPolicy(RankedPolicy):
         for line, part, its_access in split_by_line(slots, lines, access):
             self._rerank(part, its_access, line)
 
+    def rescue(self, slots: Sequence[int], access: Access) -> None:
+        """Make `slots` the most recent of their line; those that were demoted enter T1 as new ones do."""
+        slots, access = self._ranks.select_older(slots, access)
+        lines = [_T2 if self._line_of(slot) == _T2 else _T1 for slot in slots]
+        for line, part, its_access in split_by_line(slots, lines, access):
+            self._rerank(part, its_access, line)
+
     def miss(self, keys: Sequence[OffloadKey], access: Access) -> None:
         """Learn from ghosts: one of B1 says that T1 was too small, one of B2 that it was too large.
 

@@ -179,6 +179,7 @@ class RankedPolicy(CachePolicy):
         self._ranks = Ranks(capacity)
         self._leaf_of = array("i", [_NO_LEAF]) * capacity
         self._leaf_numbers = np.frombuffer(self._leaf_of, dtype=np.int32)  # the same memory, for batches
+        self._is_taken_along = bytearray(capacity)
         self._start()
 
     @property
@@ -223,6 +224,20 @@ class RankedPolicy(CachePolicy):
     def demote(self, slots: Sequence[int]) -> None:
         """Put slots first in the line that is emptied first."""
         self._rerank(slots, Access(0), self._first_line)
+        for slot in slots:
+            self._is_taken_along[slot] = 0
+
+    def take_along(self, slots: Sequence[int]) -> None:
+        """Demote slots, and know why."""
+        self.demote(slots)
+        for slot in slots:
+            self._is_taken_along[slot] = 1
+
+    def rescue(self, slots: Sequence[int], access: Access) -> None:
+        """Rank demoted slots among the others again; the rank of those comes from their uses and stays."""
+        first = [position for position, slot in enumerate(slots) if self._ranks.is_first(slot)]
+        if first:
+            self._reenter([slots[position] for position in first], access.select(first))
 
     def coldest(self, count: int) -> list[int]:
         """Return up to `count` slots, first to leave first."""
@@ -279,6 +294,14 @@ class RankedPolicy(CachePolicy):
     def _leave(self, line: int, slots: Sequence[int]) -> None:
         """Note that slots of a line are evicted; for policies with ghosts."""
         return
+
+    def _reenter(self, slots: Sequence[int], access: Access) -> None:
+        """Rank demoted slots as if they were inserted at `access`, but for what is known of their uses."""
+        self._rerank(slots, access)
+
+    def _is_sent_away(self, slot: int) -> bool:
+        """Return whether an evicted slot was demoted for another reason than that its block has moved up."""
+        return self._ranks.is_first(slot) and not self._is_taken_along[slot]
 
     def _line_of(self, slot: int) -> int:
         """Return which line a resident slot stands in."""
