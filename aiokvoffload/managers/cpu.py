@@ -189,7 +189,7 @@ class CPUOffloadingManager(OffloadingManager):
             ticket.keys = ()
             self._end_wait(ticket)
         self._blocks.release(ticket.slots)
-        if take_along and ticket.keys and ticket.generation == self._generation:
+        if take_along and ticket.keys:
             self._taken_along += self._placement.take_along(ticket, self.block_tokens)
         self._end_step()
         return Completion.STALE if ticket.epoch != self._epoch else Completion.APPLIED
