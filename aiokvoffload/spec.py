@@ -19,6 +19,7 @@ from aiokvoffload.managers.cpu import CPUOffloadingManager
 from aiokvoffload.managers.reuse import with_reuse_filter
 from aiokvoffload.memory.base import HostMemory
 from aiokvoffload.registry import Registry, nearest_name
+from aiokvoffload.specs import check_placement
 from aiokvoffload.transfers.assembly import build_worker
 from aiokvoffload.transfers.pointers import SlotLayout
 from aiokvoffload.transfers.worker import OffloadingWorker
@@ -68,6 +69,7 @@ class OffloadingSpec(ABC):
         self.event_sink = event_sink
         self.clock: Clock = clock or SystemClock()
         self.block_size_factor = config.block_size_factor_for(engine)
+        check_placement(config.placement, self.block_size_factor)
         self.hash_block_tokens = engine.hash_block_tokens
         self.gpu_block_tokens = engine.gpu_block_tokens
         self.offloaded_block_tokens = tuple(tokens * self.block_size_factor for tokens in engine.gpu_block_tokens)
@@ -173,6 +175,7 @@ class CPUOffloadingSpec(OffloadingSpec):
                 policy=config.eviction_policy,
                 groups=self.groups,
                 block_size_factor=self.block_size_factor,
+                blocks_above=self.engine.block_count if config.placement == "exclusive" else 0,
                 event_sink=self.event_sink if config.enable_kv_cache_events else None,
                 clock=self.clock,
             ),

@@ -48,6 +48,7 @@ class ManagerStatistics:
         promoting: Slots being filled from a tier.
         leased_without_key: Slots whose block is gone but whose bytes somebody may still touch.
         pinned: Ready slots that somebody uses.
+        kept: Ready slots that a hint keeps; one whose time is over counts until a call needs room.
         waiting_stores: Offers standing in line for room.
         waiting_loads: Loads waiting for blocks being written.
         stored_blocks: Blocks committed.
@@ -55,6 +56,8 @@ class ManagerStatistics:
         refused_blocks: Blocks offered that found no room.
         failed_blocks: Blocks whose write failed or was aborted.
         hit_blocks: Blocks pinned for loading.
+        taken_along_blocks: Blocks put first in line because a load has taken them along.
+        rescued_blocks: Blocks that were given up by the GPU while they were stored.
         rejected_completions: Completions that came late, twice, or with another manager's ticket.
         detached_sinks: Event sinks that raised and were detached.
     """
@@ -66,6 +69,7 @@ class ManagerStatistics:
     promoting: int = 0
     leased_without_key: int = 0
     pinned: int = 0
+    kept: int = 0
     waiting_stores: int = 0
     waiting_loads: int = 0
     stored_blocks: int = 0
@@ -73,6 +77,8 @@ class ManagerStatistics:
     refused_blocks: int = 0
     failed_blocks: int = 0
     hit_blocks: int = 0
+    taken_along_blocks: int = 0
+    rescued_blocks: int = 0
     rejected_completions: int = 0
     detached_sinks: int = 0
 
@@ -145,8 +151,14 @@ class OffloadingManager(ABC):
         """Return a ticket that pins nothing and waits while any of `keys` is being written."""
 
     @abstractmethod
-    def complete_load_nowait(self, ticket: PrepareLoadOutput) -> Completion:
-        """Unpin what a ticket pinned; also gives a ticket up, waiting or not."""
+    def complete_load_nowait(self, ticket: PrepareLoadOutput, *, take_along: bool = False) -> Completion:
+        """Unpin what a ticket pinned; also gives a ticket up, waiting or not.
+
+        Args:
+            ticket: What was loaded, or will not be.
+            take_along: The blocks have arrived in the GPU and need not stay: those that nobody else uses, or waits
+                for, are first in line for reuse. They stay hits until they are evicted.
+        """
 
     @abstractmethod
     def prepare_store_nowait(
@@ -167,6 +179,52 @@ class OffloadingManager(ABC):
                 never fits is refused at once.
             depths: Token position of each block's end.
             filtered: Whether a filter may leave blocks out; False for blocks that must be kept (preemption).
+        """
+
+    @abstractmethod
+    def prepare_demotion_nowait(
+        self,
+        keys: Keys,
+        ctx: ReqContext | None = None,
+        *,
+        depths: Sequence[int] | None = None,
+        filtered: bool = True,
+    ) -> PrepareStoreOutput:
+        """Reserve slots for blocks that the GPU gives up; completed like a store.
+
+        No access: they enter at a tick of their own, and nothing counts as used. Blocks that are stored already need no
+        copy; if they had been put first in line, they are back among the others. Of what does not fit, the leading
+        part is taken.
+
+        Args:
+            keys: The blocks, each after its prefix. None of them is evicted for the others.
+            ctx: The request, if they are all one's; its epoch must be the present one.
+            depths: Token position of each block's end; by default the last one is the deepest.
+            filtered: Whether a filter may leave blocks out.
+        """
+
+    @abstractmethod
+    def hint(
+        self,
+        keys: Keys,
+        *,
+        session_ended: bool = False,
+        keep_seconds: float | None = None,
+        depths: Sequence[int] | None = None,
+    ) -> int:
+        """Take advice about stored blocks, and return for how many of them it was taken; never suspends.
+
+        Args:
+            keys: All blocks of a request from its start.
+            session_ended: No further turn will come. Blocks that requests of that session alone have used, and that
+                nobody uses now, are first in line, the deepest first. Sessions are told apart by
+                `ReqContext.session_id`; what a request without one has used counts as shared.
+            keep_seconds: Evict none of the blocks before that time has passed. At most half of all slots are kept;
+                what comes after is refused. A later hint about a block replaces an earlier one; 0 ends the keeping.
+            depths: Token position of each block's end; by default the last one is the deepest.
+
+        Raises:
+            InvalidRequestError: Not exactly one of the two hints, or a negative time.
         """
 
     @abstractmethod
@@ -235,9 +293,9 @@ class OffloadingManager(ABC):
         )
         return await self.wait_settled(ticket, timeout_seconds)
 
-    async def complete_load(self, ticket: PrepareLoadOutput) -> Completion:
+    async def complete_load(self, ticket: PrepareLoadOutput, *, take_along: bool = False) -> Completion:
         """See `complete_load_nowait`; never suspends."""
-        return self.complete_load_nowait(ticket)
+        return self.complete_load_nowait(ticket, take_along=take_along)
 
     async def prepare_store(
         self,
@@ -253,6 +311,18 @@ class OffloadingManager(ABC):
         await checkpoint_if_cancelled()
         ticket = self.prepare_store_nowait(keys, ctx, when_full=when_full, depths=depths, filtered=filtered)
         return await self.wait_settled(ticket, timeout_seconds)
+
+    async def prepare_demotion(
+        self,
+        keys: Keys,
+        ctx: ReqContext | None = None,
+        *,
+        depths: Sequence[int] | None = None,
+        filtered: bool = True,
+    ) -> PrepareStoreOutput:
+        """See `prepare_demotion_nowait`; waits for nothing."""
+        await checkpoint_if_cancelled()
+        return self.prepare_demotion_nowait(keys, ctx, depths=depths, filtered=filtered)
 
     async def complete_store(self, ticket: PrepareStoreOutput, success: bool = True) -> Completion:
         """See `complete_store_nowait`; never suspends."""
@@ -307,8 +377,12 @@ class OffloadingManager(ABC):
         group_sizes: Sequence[int] | None = None,
         resident_tokens: int = 0,
         timeout_seconds: float | None = None,
+        take_along: bool = False,
     ) -> AsyncIterator[PrepareLoadOutput]:
-        """Pin blocks for the body; its exit, whichever way, unpins them and never suspends."""
+        """Pin blocks for the body; its exit, whichever way, unpins them and never suspends.
+
+        With `take_along`, a clean exit takes the blocks along; see `complete_load_nowait`.
+        """
         ticket = await self.prepare_load(
             keys,
             ctx,
@@ -319,8 +393,10 @@ class OffloadingManager(ABC):
         )
         try:
             yield ticket
-        finally:
+        except BaseException:
             self.complete_load_nowait(ticket)
+            raise
+        self.complete_load_nowait(ticket, take_along=take_along)
 
     @asynccontextmanager
     async def storing(

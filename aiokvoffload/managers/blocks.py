@@ -161,6 +161,26 @@ class BlockTable:
             keyless = _each_once(idle[~is_ready].tolist())
             self._make_free(slot_array(keyless), _KEYLESS)
 
+    # Placement
+
+    def is_stored(self, slot: int) -> bool:
+        """Return whether the block of a slot can be loaded."""
+        return self._state[slot] == _READY
+
+    def idle(self, slots: Sequence[int]) -> list[int]:
+        """Return those of `slots` whose block can be loaded and that have no users."""
+        asked = slot_array(slots)
+        idle: list[int] = asked[(self._users[asked] == 0) & (self._states[asked] == _READY)].tolist()
+        return idle
+
+    def count_used_once(self, mask: npt.NDArray[np.bool_]) -> int:
+        """Return how many of the slots in a mask have exactly one user."""
+        return int(np.count_nonzero(self._users[mask] == 1))
+
+    def drop_one_user(self, mask: npt.NDArray[np.bool_]) -> None:
+        """Count one user less of each slot in a mask, just before `clear`."""
+        self._users[mask] -= 1
+
     # Changing
 
     def reserve(

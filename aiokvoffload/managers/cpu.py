@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from aiokvoffload.clock import Clock
@@ -15,6 +15,7 @@ from aiokvoffload.kv_caches import KVGroup
 from aiokvoffload.managers.announcer import Announcer
 from aiokvoffload.managers.base import Keys, ManagerStatistics, OffloadingManager, WhenFull
 from aiokvoffload.managers.blocks import BlockTable, Found, SlotState
+from aiokvoffload.managers.placement import SlotPlacement
 from aiokvoffload.managers.prefix import PrefixMatcher
 from aiokvoffload.managers.requests import RequestTable
 from aiokvoffload.managers.waits import LoadRequest, Take, WriteWaits
@@ -45,6 +46,7 @@ class _Offer:
     keys: list[OffloadKey]
     access: Access
     binding: RequestBinding
+    ctx: ReqContext | None
 
 
 class CPUOffloadingManager(OffloadingManager):
@@ -55,6 +57,8 @@ class CPUOffloadingManager(OffloadingManager):
         policy: Name, class or instance of the eviction policy; an instance must have this capacity.
         groups: The KV groups; without any, prefixes are counted in blocks.
         block_size_factor: GPU blocks per slot.
+        blocks_above: Blocks that the GPU holds apart from those in here, under exclusive placement; policies that
+            count in capacities count both levels.
         event_sink: Takes the events; see `EventSink`.
         clock: Where deadlines are read.
 
@@ -69,6 +73,7 @@ class CPUOffloadingManager(OffloadingManager):
         policy: str | type[CachePolicy] | CachePolicy = "lru",
         groups: Sequence[KVGroup] = (),
         block_size_factor: int = 1,
+        blocks_above: int = 0,
         event_sink: EventSink | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -81,8 +86,13 @@ class CPUOffloadingManager(OffloadingManager):
             raise ConfigurationError(
                 f"the policy ranks {policy.capacity} slots, but the manager has {block_count}; make them equal"
             )
+        if blocks_above < 0:
+            raise ConfigurationError(f"blocks_above is {blocks_above}; it must be at least 0")
+        if blocks_above:
+            policy.widen(blocks_above)
         self._policy = policy
         self._blocks = BlockTable(block_count, policy)
+        self._placement = SlotPlacement(self._blocks, policy)
         self._prefix = PrefixMatcher(groups, block_size_factor)
         self._announcer = Announcer(event_sink, CPULoadStoreSpec.medium())
         self._requests = RequestTable()
@@ -93,6 +103,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._offers: deque[_Offer] = deque()
         self._settled: list[Ticket] = []
         self._stored = self._evicted = self._refused = self._failed = self._hits = self._rejected = 0
+        self._taken_along = self._rescued = 0
 
     @property
     def epoch(self) -> int:
@@ -133,7 +144,9 @@ class CPUOffloadingManager(OffloadingManager):
         keys, depths = _without_repeats(keys, depths)
         if binding.epoch == self._epoch:
             self._requests.open_access(binding)
-            self._blocks.touch(keys, self._blocks.find(keys), self._access(binding, ctx, depths))
+            found = self._blocks.find(keys)
+            self._blocks.touch(keys, found, self._access(binding, ctx, depths))
+            self._placement.sessions.use(found, ctx)
 
     # Loading
 
@@ -164,8 +177,8 @@ class CPUOffloadingManager(OffloadingManager):
         self._waits.add(ticket, LoadRequest([keys], "nothing"), self._blocks.writes(self._slots_of(keys)))
         return ticket
 
-    def complete_load_nowait(self, ticket: PrepareLoadOutput) -> Completion:
-        """Unpin what the ticket pinned."""
+    def complete_load_nowait(self, ticket: PrepareLoadOutput, *, take_along: bool = False) -> Completion:
+        """Unpin what the ticket pinned, and put it first in line if it is taken along."""
         if rejected := self._reject(ticket):
             return rejected
         ticket.is_open = False
@@ -174,6 +187,8 @@ class CPUOffloadingManager(OffloadingManager):
             ticket.keys = ()
             self._end_wait(ticket)
         self._blocks.release(ticket.slots)
+        if take_along and ticket.keys:
+            self._taken_along += self._placement.take_along(ticket, self.block_tokens)
         self._end_step()
         return Completion.STALE if ticket.epoch != self._epoch else Completion.APPLIED
 
@@ -195,12 +210,11 @@ class CPUOffloadingManager(OffloadingManager):
         keys, depths = _without_repeats(keys, depths)
         ticket = PrepareStoreOutput(self, self._epoch, self._generation)
         if binding.epoch != self._epoch:
-            ticket.refused_keys = keys
-            self._refused += len(keys)
-            return ticket
+            return self._refuse_all(ticket, keys)
         is_new = self._requests.open_access(binding)
         found = self._blocks.find(keys)
-        offer = _Offer(ticket, list(keys), self._access(binding, ctx, depths), binding)
+        self._placement.sessions.use(found, ctx)
+        offer = _Offer(ticket, list(keys), self._access(binding, ctx, depths), binding, ctx)
         if is_new:
             self._blocks.touch(keys, found, offer.access)
         is_behind_others = bool(self._offers) and None in found
@@ -211,6 +225,30 @@ class CPUOffloadingManager(OffloadingManager):
                 self._offers.append(offer)
             else:
                 self._refuse(offer, found)
+        self._end_step()
+        return ticket
+
+    def prepare_demotion_nowait(
+        self,
+        keys: Keys,
+        ctx: ReqContext | None = None,
+        *,
+        depths: Sequence[int] | None = None,
+        filtered: bool = True,
+    ) -> PrepareStoreOutput:
+        """Reserve slots for the missing keys that the GPU gives up, and rescue the others."""
+        binding = self._bind(ctx)
+        keys, depths = _without_repeats(keys, range(len(keys)) if depths is None else depths)
+        ticket = PrepareStoreOutput(self, self._epoch, self._generation)
+        if binding.epoch != self._epoch:
+            return self._refuse_all(ticket, keys)
+        access = replace(self._access(binding, ctx, depths), tick=self._requests.next_tick())
+        found = self._blocks.find(keys)
+        self._rescued += self._placement.rescue(found, access)
+        offer = _Offer(ticket, list(keys), access, binding, ctx)
+        is_behind_others = bool(self._offers) and None in found
+        if is_behind_others or not self._grant(offer, found, is_leading_enough=True):
+            self._refuse(offer, found)
         self._end_step()
         return ticket
 
@@ -242,6 +280,41 @@ class CPUOffloadingManager(OffloadingManager):
         self._end_step()
         return Completion.APPLIED
 
+    # Hints
+
+    def hint(
+        self,
+        keys: Keys,
+        *,
+        session_ended: bool = False,
+        keep_seconds: float | None = None,
+        depths: Sequence[int] | None = None,
+    ) -> int:
+        """Put blocks first in line, or keep them for a while."""
+        self._check()
+        if session_ended == (keep_seconds is not None):
+            raise InvalidRequestError("a hint is either session_ended=True or keep_seconds=...; give one of them")
+        if keep_seconds is not None and not keep_seconds >= 0:
+            raise InvalidRequestError(f"keep_seconds is {keep_seconds}; it must be at least 0, which ends the keeping")
+        keys, depths = _without_repeats(keys, range(len(keys)) if depths is None else depths)
+        now = self.clock.now()
+        self._placement.expire(now, len(keys))
+        stored: list[int] = []
+        stored_depths: list[int] = []
+        for slot, depth in zip(self._blocks.find(keys), depths or (), strict=True):
+            if slot is not None and self._blocks.is_stored(slot):
+                stored.append(slot)
+                stored_depths.append(depth)
+        if keep_seconds is None:
+            count = self._placement.end_session(stored, stored_depths)
+        elif keep_seconds:
+            count = self._placement.keep(stored, now + keep_seconds)
+        else:
+            self._placement.let_go(stored)
+            count = 0
+        self._end_step()
+        return count
+
     # Waiting
 
     def settle_nowait(self, ticket: Ticket) -> None:
@@ -270,6 +343,7 @@ class CPUOffloadingManager(OffloadingManager):
         """Forget all blocks; what is in use is given back by its users."""
         self._check()
         self._generation += 1
+        self._placement.clear()
         self._blocks.clear()
         self._announcer.note(EventKind.CLEARED)
         for ticket in self._waits.tickets:
@@ -291,7 +365,8 @@ class CPUOffloadingManager(OffloadingManager):
             ready=count(SlotState.READY),
             writing=count(SlotState.WRITING),
             leased_without_key=count(SlotState.KEYLESS),
-            pinned=self._blocks.pinned_count,
+            pinned=self._placement.pinned_count,
+            kept=self._placement.kept_count,
             waiting_stores=len(self._offers),
             waiting_loads=len(self._waits.tickets),
             stored_blocks=self._stored,
@@ -299,6 +374,8 @@ class CPUOffloadingManager(OffloadingManager):
             refused_blocks=self._refused,
             failed_blocks=self._failed,
             hit_blocks=self._hits,
+            taken_along_blocks=self._taken_along,
+            rescued_blocks=self._rescued,
             rejected_completions=self._rejected,
             detached_sinks=self._announcer.detached_count,
         )
@@ -375,6 +452,8 @@ class CPUOffloadingManager(OffloadingManager):
     def _grant(self, offer: _Offer, found: Found, *, is_leading_enough: bool) -> bool:
         """Give an offer its slots; False if there are not enough, and then nothing has changed."""
         ticket = offer.ticket
+        if self._placement.kept_count:
+            self._placement.expire(self.clock.now(), len(offer.keys))
         missing, protected = self._note_present(offer, found)
         admitted = self._policy.admit(missing, offer.access)
         room = self._blocks.room_beside(protected)
@@ -394,6 +473,7 @@ class CPUOffloadingManager(OffloadingManager):
             kept = set(admitted)
             ticket.filtered_keys = [key for key in missing if key not in kept]
         ticket.keys_to_store = taken
+        self._placement.sessions.start(ticket.slots, offer.ctx)
         return True
 
     def _note_present(self, offer: _Offer, found: Found) -> tuple[Keys, list[int]]:
@@ -407,6 +487,11 @@ class CPUOffloadingManager(OffloadingManager):
         ticket.pending_keys = _selected(keys, results, LookupResult.PENDING)
         stored = [slot for slot, result in zip(found, results, strict=True) if result is LookupResult.HIT]
         return _selected(keys, results, LookupResult.MISS), [slot for slot in stored if slot is not None]
+
+    def _refuse_all(self, ticket: PrepareStoreOutput, keys: Keys) -> PrepareStoreOutput:
+        ticket.refused_keys = keys
+        self._refused += len(keys)
+        return ticket
 
     def _refuse(self, offer: _Offer, found: Found) -> None:
         missing, _ = self._note_present(offer, found)

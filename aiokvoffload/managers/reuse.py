@@ -88,25 +88,40 @@ class FilterReusedOffloadingManager(OffloadingManager):
         filtered: bool = True,
     ) -> PrepareStoreOutput:
         """Offer those blocks that have been used often enough, or are stored already."""
-        if depths is not None and len(depths) != len(keys):
-            raise InvalidRequestError(f"{len(keys)} keys need as many depths, not {len(depths)}")
+        _check_depths(keys, depths)
         ctx = ctx or ReqContext("")
         if not self._requests.bind(ctx, self.epoch).tick:
             self.touch(keys, ctx, depths=depths)
-        offered = list(range(len(keys)))
-        if filtered:
-            offered = [index for index, key in enumerate(keys) if self._is_worth_storing(key)]
+        passed, passed_depths = self._pass(keys, depths) if filtered else (keys, depths)
         ticket = self._backing.prepare_store_nowait(
-            [keys[index] for index in offered],
-            ctx,
-            when_full=when_full,
-            depths=None if depths is None else [depths[index] for index in offered],
-            filtered=filtered,
+            passed, ctx, when_full=when_full, depths=passed_depths, filtered=filtered
         )
-        if len(offered) < len(keys):
-            passed = {keys[index] for index in offered}
-            ticket.filtered_keys = [*ticket.filtered_keys, *(key for key in dict.fromkeys(keys) if key not in passed)]
-        return ticket
+        return _note_filtered(ticket, keys, passed)
+
+    def prepare_demotion_nowait(
+        self,
+        keys: Keys,
+        ctx: ReqContext | None = None,
+        *,
+        depths: Sequence[int] | None = None,
+        filtered: bool = True,
+    ) -> PrepareStoreOutput:
+        """Let those blocks go down that have been used often enough, or are stored already; counts no use."""
+        _check_depths(keys, depths)
+        passed, passed_depths = self._pass(keys, depths) if filtered else (keys, depths)
+        ticket = self._backing.prepare_demotion_nowait(passed, ctx, depths=passed_depths, filtered=filtered)
+        return _note_filtered(ticket, keys, passed)
+
+    def hint(
+        self,
+        keys: Keys,
+        *,
+        session_ended: bool = False,
+        keep_seconds: float | None = None,
+        depths: Sequence[int] | None = None,
+    ) -> int:
+        """Hand the hint to the backing manager."""
+        return self._backing.hint(keys, session_ended=session_ended, keep_seconds=keep_seconds, depths=depths)
 
     def lookup_nowait(self, keys: Keys, ctx: ReqContext | None = None) -> list[LookupResult]:
         """Ask the backing manager."""
@@ -141,9 +156,9 @@ class FilterReusedOffloadingManager(OffloadingManager):
         """Watch in the backing manager."""
         return self._backing.watch_nowait(keys)
 
-    def complete_load_nowait(self, ticket: PrepareLoadOutput) -> Completion:
+    def complete_load_nowait(self, ticket: PrepareLoadOutput, *, take_along: bool = False) -> Completion:
         """Unpin in the backing manager."""
-        return self._backing.complete_load_nowait(ticket)
+        return self._backing.complete_load_nowait(ticket, take_along=take_along)
 
     def complete_store_nowait(self, ticket: PrepareStoreOutput, success: bool = True) -> Completion:
         """Commit or drop in the backing manager."""
@@ -177,6 +192,11 @@ class FilterReusedOffloadingManager(OffloadingManager):
         """Close the backing manager."""
         self._backing.close_nowait()
 
+    def _pass(self, keys: Keys, depths: Sequence[int] | None) -> tuple[Keys, Sequence[int] | None]:
+        """Return the keys that are worth storing, with their depths."""
+        passed = [index for index, key in enumerate(keys) if self._is_worth_storing(key)]
+        return [keys[index] for index in passed], None if depths is None else [depths[index] for index in passed]
+
     def _is_worth_storing(self, key: OffloadKey) -> bool:
         uses = self._uses.get(key)
         if uses is not None and uses.count >= self._store_threshold:
@@ -206,3 +226,15 @@ def with_reuse_filter(
     if store_threshold in (0, 1):
         return manager
     return FilterReusedOffloadingManager(manager, store_threshold=store_threshold, max_tracker_size=max_tracker_size)
+
+
+def _check_depths(keys: Keys, depths: Sequence[int] | None) -> None:
+    if depths is not None and len(depths) != len(keys):
+        raise InvalidRequestError(f"{len(keys)} keys need as many depths, not {len(depths)}")
+
+
+def _note_filtered(ticket: PrepareStoreOutput, keys: Keys, passed: Keys) -> PrepareStoreOutput:
+    if len(passed) < len(keys):
+        known = set(passed)
+        ticket.filtered_keys = [*ticket.filtered_keys, *(key for key in dict.fromkeys(keys) if key not in known)]
+    return ticket

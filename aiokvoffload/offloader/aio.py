@@ -58,6 +58,7 @@ class Offloader(OffloaderMachine):
         *,
         timeout_seconds: float | None = None,
         after: After = None,
+        take_along: bool | None = None,
     ) -> int:
         """Load the longest prefix and return how many tokens of it have arrived; 0 for a miss or a failure.
 
@@ -71,6 +72,7 @@ class Offloader(OffloaderMachine):
             timeout_seconds: How long to wait for blocks that are still being written; by default
                 `Deadlines.pending_seconds`.
             after: What the copies wait for instead of the compute stream.
+            take_along: Whether the blocks need not stay in CPU memory; see `LoadTicket.start`.
 
         Raises:
             InvalidRequestError: Keys and GPU blocks do not fit.
@@ -83,7 +85,7 @@ class Offloader(OffloaderMachine):
         with self.prepare_load(keys, ctx) as ticket:
             if await ticket.ready(timeout_seconds=timeout_seconds) is LookupResult.MISS:
                 return 0
-            handle = ticket.start(ticket.choose(blocks), after=after)
+            handle = ticket.start(ticket.choose(blocks), after=after, take_along=take_along)
         return (await self._finish(handle)).token_count
 
     async def store(
@@ -106,6 +108,28 @@ class Offloader(OffloaderMachine):
         """
         await checkpoint_if_cancelled()
         handle = self.store_soon(keys, gpu_blocks, ctx, filtered=filtered, first_block=first_block, after=after)
+        await self._finish(handle)
+        return handle.outcomes
+
+    async def demote(
+        self,
+        keys: Sequence[OffloadKey],
+        gpu_blocks: Sequence[int],
+        ctx: ReqContext | None = None,
+        *,
+        filtered: bool = True,
+        after: After = None,
+    ) -> tuple[StoreOutcome, ...]:
+        """Store blocks that the GPU gives up, and return what became of each once all GPU blocks are idle.
+
+        Arguments as in `demote_soon`.
+
+        Raises:
+            InvalidRequestError: Keys and GPU blocks do not fit.
+            BlocksInFlightError: A copy has not landed by its deadline.
+        """
+        await checkpoint_if_cancelled()
+        handle = self.demote_soon(keys, gpu_blocks, ctx, filtered=filtered, after=after)
         await self._finish(handle)
         return handle.outcomes
 

@@ -17,6 +17,7 @@ from aiokvoffload.offloader.deadlines import Deadlines
 from aiokvoffload.offloader.parts import Parts, build_parts
 from aiokvoffload.offloader.sync import SyncOffloader
 from aiokvoffload.policies.base import CachePolicy
+from aiokvoffload.specs import Placement
 from aiokvoffload.transfers.worker import IN_FLIGHT_BYTES, STREAMS_PER_DIRECTION
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ def open_offloader(
     block_size_factor: int = 1,
     identity: CacheIdentity | None = None,
     policy: str | type[CachePolicy] | CachePolicy = "lru",
+    placement: Placement = "inclusive",
     store_threshold: int = 0,
     device: Device | str | None = None,
     compute_stream: object | None = None,
@@ -117,6 +119,8 @@ def open_offloader(
         block_size_factor: GPU blocks per offloaded block.
         identity: Model and revision; pages and block sizes are filled in from the caches.
         policy: Name, class or instance of the eviction policy.
+        placement: `"inclusive"`: CPU memory keeps what it has loaded. `"exclusive"`: a block is in one level; it is
+            stored when the GPU gives it up (`demote_soon`), and a load takes it along. Needs a block_size_factor of 1.
         store_threshold: From 2 on, a block is stored only once that many requests have used it.
         device: Name or instance; by default the one that the tensors are on. A given instance is not closed.
         compute_stream: The engine's: transfers wait for what is on it when they are asked for, and `fence` holds it
@@ -139,6 +143,7 @@ def open_offloader(
             block_size_factor=block_size_factor,
             identity=identity or CacheIdentity(),
             policy=policy,
+            placement=placement,
             store_threshold=store_threshold,
             device=device,
             compute_stream=compute_stream,

@@ -17,6 +17,7 @@ from aiokvoffload.memory.base import HostMemory
 from aiokvoffload.offloader.deadlines import Deadlines
 from aiokvoffload.offloader.subscriptions import EventHub
 from aiokvoffload.policies.base import CachePolicy
+from aiokvoffload.specs import Placement, check_placement
 from aiokvoffload.transfers.assembly import build_worker
 from aiokvoffload.transfers.pointers import SlotLayout
 from aiokvoffload.transfers.worker import IN_FLIGHT_BYTES, STREAMS_PER_DIRECTION, OffloadingWorker
@@ -37,6 +38,7 @@ class Parts:
     clock: Clock
     deadlines: Deadlines
     hub: EventHub = field(default_factory=EventHub)
+    placement: Placement = "inclusive"
 
 
 def build_parts(
@@ -53,8 +55,10 @@ def build_parts(
     clock: Clock,
     streams_per_direction: int = STREAMS_PER_DIRECTION,
     in_flight_bytes: int = IN_FLIGHT_BYTES,
+    placement: Placement = "inclusive",
 ) -> Parts:
     """Build what an offloader is made of; arguments as in `open_offloader`."""
+    check_placement(placement, block_size_factor)
     if streams_per_direction < 1 or in_flight_bytes < 1:
         raise ConfigurationError(
             f"streams_per_direction is {streams_per_direction} and in_flight_bytes {in_flight_bytes}; "
@@ -73,6 +77,7 @@ def build_parts(
             policy=policy,
             groups=kv_caches.groups,
             block_size_factor=block_size_factor,
+            blocks_above=kv_caches.block_count if placement == "exclusive" else 0,
             event_sink=hub,
             clock=clock,
         ),
@@ -111,4 +116,5 @@ def build_parts(
         clock=clock,
         deadlines=deadlines,
         hub=hub,
+        placement=placement,
     )

@@ -231,11 +231,15 @@ class AdaptivePolicy(RankedPolicy):
         self._rebase(stale, self._bases(stale), self._current)
         super().unpin(slots)
 
+    def _reenter(self, slots: Sequence[int], access: Access) -> None:
+        """Rank by the uses before the demotion."""
+        self._rerank_each(slots, self._bases(slots), access, self._current)
+
     def _leave(self, line: int, slots: Sequence[int]) -> None:
-        """Remember the uses of evicted slots, unless they were demoted."""
-        if line == _DEMOTED:
-            return
+        """Remember the uses of evicted slots, unless they were sent away."""
         for slot in slots:
+            if self._is_sent_away(slot):
+                continue
             row = self._ghosts.put(self._key_of[slot])
             if row is not None:
                 self._uses.copy(slot, row)

@@ -71,6 +71,13 @@ class ARCPolicy(RankedPolicy):
         for line, part, its_access in split_by_line(used, lines, access):
             self._rerank(part, its_access, line)
 
+    def rescue(self, slots: Sequence[int], access: Access) -> None:
+        """Make `slots` the most recent of their line; those that were demoted enter T1 as new ones do."""
+        given_up, access = self._ranks.select_older(slot_array(slots), access)
+        lines = [_T2 if line == _T2 else _T1 for line in self._lines.indices_of(given_up)]
+        for line, part, its_access in split_by_line(given_up, lines, access):
+            self._rerank(part, its_access, line)
+
     def miss(self, keys: Sequence[OffloadKey], access: Access) -> None:
         """Learn from ghosts: one of B1 says that T1 was too small, one of B2 that it was too large.
 

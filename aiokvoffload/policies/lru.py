@@ -15,3 +15,7 @@ class LRUPolicy(RankedPolicy):
     def touch(self, slots: Sequence[int], access: Access) -> None:
         """Rank `slots` anew at `access`."""
         self._rerank(*self._ranks.select_older(slot_array(slots), access))
+
+    def rescue(self, slots: Sequence[int], access: Access) -> None:
+        """Rank `slots` as if they were inserted at `access`; nothing counts uses here."""
+        self.touch(slots, access)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
+import numpy as np
+
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.policies.base import Access, CachePolicy
 from aiokvoffload.policies.lines import SlotLines
@@ -25,6 +27,7 @@ class RankedPolicy(CachePolicy):
         self._first_line = first_line
         self._ranks = Ranks(capacity)
         self._lines = SlotLines(self._ranks, capacity, line_count)
+        self._is_taken_along = np.zeros(capacity, dtype=np.bool_)
 
     @property
     def evictable_count(self) -> int:
@@ -47,7 +50,21 @@ class RankedPolicy(CachePolicy):
 
     def demote(self, slots: Sequence[int]) -> None:
         """Put slots first in the line that is emptied first."""
-        self._rerank(slots, Access(0), self._first_line)
+        moved = slot_array(slots)
+        self._rerank(moved, Access(0), self._first_line)
+        self._is_taken_along[moved] = False
+
+    def take_along(self, slots: Sequence[int]) -> None:
+        """Demote slots, and know why."""
+        moved = slot_array(slots)
+        self._rerank(moved, Access(0), self._first_line)
+        self._is_taken_along[moved] = True
+
+    def rescue(self, slots: Sequence[int], access: Access) -> None:
+        """Rank demoted slots among the others again; the rank of those comes from their uses and stays."""
+        first = [position for position, slot in enumerate(slots) if self._ranks.is_first(slot)]
+        if first:
+            self._reenter([slots[position] for position in first], access.select(first))
 
     def coldest(self, count: int) -> list[int]:
         """Return up to `count` slots, first to leave first."""
@@ -95,6 +112,14 @@ class RankedPolicy(CachePolicy):
     def _leave(self, line: int, slots: Sequence[int]) -> None:
         """Note that slots of a line are evicted; for policies with ghosts."""
         return
+
+    def _reenter(self, slots: Sequence[int], access: Access) -> None:
+        """Rank demoted slots as if they were inserted at `access`, but for what is known of their uses."""
+        self._rerank(slots, access)
+
+    def _is_sent_away(self, slot: int) -> bool:
+        """Return whether an evicted slot was demoted for another reason than that its block has moved up."""
+        return self._ranks.is_first(slot) and not self._is_taken_along[slot]
 
     # Entering lines
 
