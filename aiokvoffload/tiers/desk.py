@@ -146,19 +146,24 @@ class CallDesk:
 
     def _expire(self, call: TierCall) -> None:
         call.is_overdue = True
+        # Before anything is given back: a probe that is over without a verdict is followed by another at once.
+        self._judge_overdue(call)
         self.take_back(call, Reason.DEADLINE)
-        began = call.open_since()
         if not call.is_over:
             self._worker.abandon(call)
-        if call.operation is not Operation.CLOSE:
-            what = call.operation.value
-            if began is not None and self._clock.now() - began >= self._timeout_seconds:
-                why = f"a {what} has not come back within {self._timeout_seconds:g} s"
-                self._breaker.record_stall(why, is_probe=call.is_probe)
-            elif began is not None or call.is_probe:
-                self._breaker.record_failure(f"a {what} has missed its deadline", is_probe=call.is_probe)
         for index in call.unanswered():
             self._answer(call, index, call.failure(Reason.DEADLINE))
+
+    def _judge_overdue(self, call: TierCall) -> None:
+        """Tell the breaker of a call past its deadline; having waited in line is no failure, unless of a probe."""
+        if call.operation is Operation.CLOSE:
+            return
+        what, began = call.operation.value, call.open_since()
+        if began is not None and self._clock.now() - began >= self._timeout_seconds:
+            why = f"a {what} has not come back within {self._timeout_seconds:g} s"
+            self._breaker.record_stall(why, is_probe=call.is_probe)
+        elif began is not None or call.is_probe:
+            self._breaker.record_failure(f"a {what} has missed its deadline", is_probe=call.is_probe)
 
     def _forget_if_over(self, call: TierCall) -> None:
         if call.is_over and call in self._calls:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,12 @@ class Directory:
         return [path for path in self.path.glob("blocks/*/??/*") if path.is_file()]
 
     def used_bytes(self) -> int:
-        """What `du --apparent-size` says of the block files."""
-        return sum(os.lstat(path).st_size for path in self.block_files())
+        """What `du --apparent-size` says of the block files, at a moment after they were all listed."""
+        total = 0
+        for path in self.block_files():
+            with suppress(FileNotFoundError):
+                total += os.lstat(path).st_size
+        return total
 
     def leftovers(self) -> list[Path]:
         """What is neither a block nor belongs there."""
