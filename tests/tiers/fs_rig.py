@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from aiokvoffload.clock import Clock
 from aiokvoffload.keys import CacheIdentity
 from aiokvoffload.testing.faulty_files import FaultyFiles
 from aiokvoffload.testing.strategies import make_keys
@@ -33,7 +34,14 @@ class Directory:
         self.files = FaultyFiles()
         self.tiers: list[FileTier] = []
 
-    def open(self, identity: CacheIdentity = IDENTITY, *, is_known: bool = True, **options: Any) -> FileTier:
+    def open(
+        self,
+        identity: CacheIdentity = IDENTITY,
+        *,
+        is_known: bool = True,
+        clock: Clock | None = None,
+        **options: Any,
+    ) -> FileTier:
         chosen = FileTierOptions(
             **{
                 "capacity_bytes": self.capacity_blocks * FILE_BYTES,
@@ -43,7 +51,7 @@ class Directory:
                 **options,
             }
         )
-        tier = FileTier(str(self.path), identity, chosen, files=self.files)
+        tier = FileTier(str(self.path), identity, chosen, clock=clock, files=self.files)
         self.tiers.append(tier)
         if is_known and chosen.upkeep_seconds is None:
             tier.upkeep_step()

@@ -213,7 +213,11 @@ class FileTier(ThreadedTier):
         layout.create(files)
         layout.describe(files, identity)
         self._writer = Writer(files, layout)
-        self._block_io = BlockIO(files, is_direct=self._choose_direct())
+        try:
+            self._block_io = BlockIO(files, is_direct=self._choose_direct())
+        except BaseException:
+            self._writer.close()
+            raise
         self._store = BlockStore(files, layout, identity, self._writer, self._block_io, ClosedLedger(), self.clock)
         self._upkeep = Upkeep(
             files,
