@@ -9,6 +9,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 
 import anyio
 import anyio.lowlevel
@@ -16,10 +17,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from aiokvoffload.clock import Clock
 from aiokvoffload.errors import ClosedError, InvalidRequestError, WrongThreadError
 from aiokvoffload.keys import CacheIdentity, OffloadKey
+from aiokvoffload.testing.clock import ManualClock
 from aiokvoffload.testing.strategies import make_keys
-from aiokvoffload.tiers.base import Buffer, Tier
+from aiokvoffload.tiers.base import DEFAULT_DRAIN_SECONDS, Buffer, Tier
 from aiokvoffload.tiers.breaker import BreakerState
 from aiokvoffload.tiers.outcomes import BlockOutcome, BlockResult, Reason
 
@@ -49,14 +52,33 @@ def reasons(results: tuple[BlockResult, ...]) -> list[Reason | None]:
     return [result.reason for result in results]
 
 
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """What holds up a tier.
+
+    Attributes:
+        is_reached: Returns whether work on a block has begun, so that the tier alone can give its buffer back.
+        let_go: Lets everything go on.
+    """
+
+    is_reached: Callable[[], bool]
+    let_go: Callable[[], None]
+
+    async def reached(self) -> None:
+        """Wait until work on a block has begun."""
+        with anyio.fail_after(PATIENCE_SECONDS):
+            while not self.is_reached():  # noqa: ASYNC110 - whatever it is that is reached, it rings no bell
+                await anyio.sleep(0.001)
+
+
 class TierContract(ABC):
     """What `aiokvoffload.tiers.base` promises of every tier.
 
     ::
 
         class TestMyTier(TierContract):
-            def open_tier(self, identity: CacheIdentity) -> MyTier:
-                return MyTier(identity, block_bytes=BLOCK_BYTES)
+            def open_tier(self, identity: CacheIdentity, clock: Clock | None = None) -> MyTier:
+                return MyTier(identity, block_bytes=BLOCK_BYTES, clock=clock)
 
     A tier that lives in one event loop is opened in it: set `backends` to those it can live in.
 
@@ -69,11 +91,11 @@ class TierContract(ABC):
     keeps_over_restart = True
 
     @abstractmethod
-    def open_tier(self, identity: CacheIdentity) -> Tier:
+    def open_tier(self, identity: CacheIdentity, clock: Clock | None = None) -> Tier:
         """Open a tier with room for `CAPACITY_BLOCKS` blocks of `BLOCK_BYTES`; in one test, always the same storage."""
 
-    def hold(self, tier: Tier) -> Callable[[], None]:
-        """Keep blocks that are begun from now on from coming back; return what lets them.
+    def hold(self, tier: Tier) -> Hold:
+        """Keep blocks that are begun from now on from coming back.
 
         A tier that answers before a call returns skips the tests that need it.
         """
@@ -332,26 +354,29 @@ class TierContract(ABC):
         """The caller goes on at its deadline; the buffer is released when the tier is really done."""
 
         async def work() -> None:
-            async with self.open_tier(IDENTITY) as tier:
+            clock = ManualClock()
+            async with self.open_tier(IDENTITY, clock) as tier:
                 keys = make_keys(1)
                 await tier.put(keys, [payload(1)])
-                released: list[int] = []
-                is_released = anyio.Event()
+                released = Released(1)
+                results: list[BlockResult] = []
 
-                def release(index: int) -> None:
-                    released.append(index)
-                    is_released.set()
+                async def wait() -> None:
+                    buffers = [bytearray(BLOCK_BYTES)]
+                    results.extend(
+                        await tier.get_into(keys, buffers, deadline=clock.now() + 2.0, on_release=released.add)
+                    )
 
-                let_go = self.hold(tier)
-                results = await tier.get_into(
-                    keys, [bytearray(BLOCK_BYTES)], deadline=tier.clock.now() + 0.05, on_release=release
-                )
-                assert reasons(results) == [Reason.DEADLINE]
-                assert (released, tier.statistics().calls_in_flight) == ([], 1)
-                let_go()
-                with anyio.fail_after(PATIENCE_SECONDS):
-                    await is_released.wait()
-                assert (released, tier.statistics().calls_in_flight) == ([0], 0)
+                hold = self.hold(tier)
+                async with anyio.create_task_group() as group:
+                    group.start_soon(wait)
+                    await hold.reached()
+                    clock.advance(2.0)
+                assert reasons(tuple(results)) == [Reason.DEADLINE]
+                assert (released.counts, tier.statistics().calls_in_flight) == ({}, 1)
+                hold.let_go()
+                await released.all()
+                assert (released.counts, tier.statistics().calls_in_flight) == ({0: 1}, 0)
                 assert tier.statistics().late_blocks == 1
 
         run(work)
@@ -361,38 +386,36 @@ class TierContract(ABC):
 
         async def work() -> None:
             async with self.open_tier(IDENTITY) as tier:
-                keys = make_keys(*range(40))
-                released: Counter[int] = Counter()
-                let_go = self.hold(tier)
-                all_released = anyio.Event()
+                numbers = range(40)
+                released = Released(len(numbers))
+                hold = self.hold(tier)
 
-                def release(index: int) -> None:
-                    released.update([index])
-                    if len(released) == len(keys):
-                        all_released.set()
+                async def wait() -> None:
+                    buffers = [payload(number) for number in numbers]
+                    await tier.put(make_keys(*numbers), buffers, on_release=released.add)
 
-                with anyio.move_on_after(0.05) as scope:
-                    await tier.put(keys, [payload(number) for number in range(40)], on_release=release)
-                assert scope.cancelled_caught
+                async with anyio.create_task_group() as group:
+                    group.start_soon(wait)
+                    await hold.reached()
+                    group.cancel_scope.cancel()
                 assert tier.statistics().calls_in_flight == 1
-                assert len(released) < len(keys)
-                let_go()
-                with anyio.fail_after(PATIENCE_SECONDS):
-                    await all_released.wait()
-                assert set(released.values()) == {1}
+                assert len(released.counts) < len(numbers)
+                hold.let_go()
+                await released.all()
+                assert set(released.counts.values()) == {1}
                 assert tier.statistics().calls_in_flight == 0
 
         run(work)
 
     def test_a_cancelled_call_is_answered_at_once(self, tier: Tier) -> None:
         """Without an event loop."""
-        let_go = self.hold(tier)
+        hold = self.hold(tier)
         call = tier.start_put(make_keys(1), [payload(1)])
         call.cancel()
         assert call.is_answered
         assert reasons(call.results) == [Reason.CANCELLED]
         call.cancel()
-        let_go()
+        hold.let_go()
         wait_until_over(tier, lambda: call.is_over)
 
     # Without an event loop
@@ -457,19 +480,24 @@ class TierContract(ABC):
         """Also with work that does not come back."""
 
         async def work() -> None:
-            tier = self.open_tier(IDENTITY)
-            let_go = self.hold(tier)
-            call = tier.start_put(make_keys(*range(40)), [payload(number) for number in range(40)])
-            with anyio.fail_after(PATIENCE_SECONDS):
-                await tier.aclose(drain_seconds=0.05)
-            assert call.is_answered
-            assert not call.is_over
+            clock = ManualClock()
+            tier = self.open_tier(IDENTITY, clock)
+            released = Released(40)
+            hold = self.hold(tier)
+            call = tier.start_put(
+                make_keys(*range(40)), [payload(number) for number in range(40)], on_release=released.add
+            )
+            await hold.reached()
+            async with anyio.create_task_group() as group:
+                group.start_soon(tier.aclose)
+                await anyio.wait_all_tasks_blocked()
+                assert not call.is_answered
+                clock.advance(DEFAULT_DRAIN_SECONDS)
             assert set(reasons(call.results)) == {Reason.CLOSED}
-            let_go()
-            with anyio.fail_after(PATIENCE_SECONDS):
-                while not call.is_over:
-                    await anyio.lowlevel.checkpoint()
-                    tier.poll()
+            assert not call.is_over
+            hold.let_go()
+            await released.all()
+            assert set(released.counts.values()) == {1}
 
         run(work)
 
@@ -551,3 +579,27 @@ def wait_until_over(tier: Tier, is_over: Callable[[], bool]) -> None:
             return
         tier.clock.pause(0.001)
     raise AssertionError("it is not over in time")
+
+
+class Released:
+    """Counts which buffers were released, and how often.
+
+    Args:
+        block_count: How many there are.
+    """
+
+    def __init__(self, block_count: int) -> None:
+        self.counts: Counter[int] = Counter()
+        self._block_count = block_count
+        self._are_all = anyio.Event()
+
+    def add(self, index: int) -> None:
+        """Count one."""
+        self.counts[index] += 1
+        if len(self.counts) == self._block_count:
+            self._are_all.set()
+
+    async def all(self) -> None:
+        """Wait for the last one."""
+        with anyio.fail_after(PATIENCE_SECONDS):
+            await self._are_all.wait()

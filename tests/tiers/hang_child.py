@@ -71,7 +71,7 @@ async def main(path: Path) -> None:
         await anyio.wait_all_tasks_blocked()
         clock.advance(5.0)
     assert released == []
-    assert list(path.glob("writers/*")) == []
+    assert os.listdir(f"{path}/writers") == []
     print("closed", flush=True)
 
 

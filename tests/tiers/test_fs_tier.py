@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from fs_rig import FILE_BYTES, PATIENCE_SECONDS, Directory, held, load, store, touch
 
+from aiokvoffload.clock import Clock
 from aiokvoffload.errors import ConfigurationError
 from aiokvoffload.keys import CacheIdentity
 from aiokvoffload.testing.strategies import make_keys
@@ -20,6 +21,7 @@ from aiokvoffload.testing.tier_contract import (
     CAPACITY_BLOCKS,
     IDENTITY,
     OTHER_IDENTITY,
+    Hold,
     TierContract,
     payload,
 )
@@ -46,12 +48,13 @@ class TestFileTier(TierContract):
         yield
         self.directory.files.let_go()
 
-    def open_tier(self, identity: CacheIdentity) -> FileTier:
-        return self.directory.open(identity, io=self.io)
+    def open_tier(self, identity: CacheIdentity, clock: Clock | None = None) -> FileTier:
+        return self.directory.open(identity, io=self.io, clock=clock)
 
-    def hold(self, tier: Tier) -> Callable[[], None]:
-        self.directory.files.hold("open")
-        return self.directory.files.let_go
+    def hold(self, tier: Tier) -> Hold:
+        files = self.directory.files
+        files.hold("open")
+        return Hold(lambda: files.wait_held(0.0), files.let_go)
 
 
 class TestFileTierThroughThePageCache(TestFileTier):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from aiokvoffload.clock import Clock
 from aiokvoffload.errors import ConfigurationError
 from aiokvoffload.keys import CacheIdentity
 from aiokvoffload.testing.strategies import make_keys
@@ -16,8 +17,9 @@ from aiokvoffload.tiers.outcomes import Reason
 class TestMemoryTier(TierContract):
     keeps_over_restart = False
 
-    def open_tier(self, identity: CacheIdentity) -> MemoryTier:
-        return MemoryTier(identity, block_bytes=BLOCK_BYTES, capacity_bytes=CAPACITY_BLOCKS * (BLOCK_BYTES + 200))
+    def open_tier(self, identity: CacheIdentity, clock: Clock | None = None) -> MemoryTier:
+        capacity_bytes = CAPACITY_BLOCKS * (BLOCK_BYTES + 200)
+        return MemoryTier(identity, block_bytes=BLOCK_BYTES, capacity_bytes=capacity_bytes, clock=clock)
 
 
 def small_tier(policy: str = "lru") -> MemoryTier:
