@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import get_args
 
 from aiokvoffload.clock import Clock
 from aiokvoffload.errors import ConfigurationError, InvalidRequestError, StateError
 from aiokvoffload.events import EventKind, EventSink
+from aiokvoffload.keys import OffloadKey
 from aiokvoffload.kv_caches import KVGroup
 from aiokvoffload.managers.announcer import Announcer
 from aiokvoffload.managers.base import Keys, ManagerStatistics, OffloadingManager, WhenFull
@@ -99,9 +100,33 @@ class CPUOffloadingManager(OffloadingManager):
         return self._epoch
 
     @property
+    def generation(self) -> int:
+        """How often `reset_nowait` was called, by `bump_epoch_nowait` too."""
+        return self._generation
+
+    @property
     def block_tokens(self) -> tuple[int, ...]:
         """Tokens of an offloaded block, per KV group."""
         return self._prefix.block_tokens
+
+    @property
+    def prefix(self) -> PrefixMatcher:
+        """Where prefixes of the KV groups can end."""
+        return self._prefix
+
+    # For managers above
+
+    def is_known(self, key: OffloadKey) -> bool:
+        """Return whether a block is stored or being written."""
+        return self._blocks.is_known(key)
+
+    def stored_slots(self, keys: Keys) -> list[int | None]:
+        """Return the slots of those of `keys` that are stored, None for the others."""
+        return [slot if slot is not None and self._blocks.is_stored(slot) else None for slot in self._blocks.find(keys)]
+
+    def coldest(self, count: int) -> list[tuple[OffloadKey, int]]:
+        """Return up to `count` blocks that would leave first, in that order, each with its slot."""
+        return self._blocks.coldest(count)
 
     # Looking
 
@@ -227,7 +252,9 @@ class CPUOffloadingManager(OffloadingManager):
         self._end_step()
         return ticket
 
-    def complete_store_nowait(self, ticket: PrepareStoreOutput, success: bool = True) -> Completion:
+    def complete_store_nowait(
+        self, ticket: PrepareStoreOutput, success: bool = True, *, failed_keys: Collection[OffloadKey] = ()
+    ) -> Completion:
         """Commit what the ticket reserved, or drop just that."""
         if rejected := self._reject(ticket):
             return rejected
@@ -241,14 +268,12 @@ class CPUOffloadingManager(OffloadingManager):
             self._tally.rejected += 1
             self._end_step()
             return Completion.STALE
-        if success:
-            self._blocks.commit(ticket.slots)
-            self._tally.stored += len(ticket.slots)
-            self._announcer.note(EventKind.STORED, ticket.keys_to_store)
-        else:
-            self._blocks.drop(ticket.slots)
-            self._tally.failed += len(ticket.slots)
-        self._loads.end_write(ticket, success)
+        keys, written, failed = _split_written(ticket, failed_keys if success else ticket.keys_to_store)
+        self._blocks.end_write(ticket, written, failed)
+        self._tally.stored += len(written)
+        self._tally.failed += len(failed)
+        self._announcer.note(EventKind.STORED, keys)
+        self._loads.end_write(ticket, success=not failed)
         self._blocks.release(ticket.slots)
         self._end_step()
         return Completion.APPLIED
@@ -405,6 +430,21 @@ class CPUOffloadingManager(OffloadingManager):
             self._tally.rejected += 1
             return Completion.REPEATED
         return None
+
+
+def _split_written(
+    ticket: PrepareStoreOutput, failed_keys: Collection[OffloadKey]
+) -> tuple[Keys, list[int], list[int]]:
+    """Return the written blocks of a ticket, their slots, and those of failed ones."""
+    if not failed_keys:
+        return ticket.keys_to_store, ticket.slots, []
+    failed = set(failed_keys)
+    blocks = list(zip(ticket.keys_to_store, ticket.slots, strict=True))
+    return (
+        [key for key in ticket.keys_to_store if key not in failed],
+        [slot for key, slot in blocks if key not in failed],
+        [slot for key, slot in blocks if key in failed],
+    )
 
 
 def _without_repeats(keys: Keys, depths: Sequence[int] | None) -> tuple[Keys, Sequence[int] | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from aiokvoffload.errors import ConfigurationError, InvalidRequestError
@@ -160,9 +160,11 @@ class FilterReusedOffloadingManager(OffloadingManager):
         """Unpin in the backing manager."""
         return self._backing.complete_load_nowait(ticket, take_along=take_along)
 
-    def complete_store_nowait(self, ticket: PrepareStoreOutput, success: bool = True) -> Completion:
+    def complete_store_nowait(
+        self, ticket: PrepareStoreOutput, success: bool = True, *, failed_keys: Collection[OffloadKey] = ()
+    ) -> Completion:
         """Commit or drop in the backing manager."""
-        return self._backing.complete_store_nowait(ticket, success)
+        return self._backing.complete_store_nowait(ticket, success, failed_keys=failed_keys)
 
     def hold(self, slots: Sequence[int]) -> None:
         """Hold slots of the backing manager."""
