@@ -19,6 +19,7 @@ from anyio.lowlevel import checkpoint_if_cancelled
 
 from aiokvoffload.clock import Clock, SystemClock, deadline_after
 from aiokvoffload.keys import OffloadKey
+from aiokvoffload.managers.tier_plan import TierUseStatistics
 from aiokvoffload.managers.waits import Take
 from aiokvoffload.specs import (
     Completion,
@@ -102,6 +103,10 @@ class OffloadingManager(ABC):
     def epoch(self) -> int:
         """How often `bump_epoch_nowait` was called."""
 
+    def tier_statistics(self) -> tuple[TierUseStatistics, ...]:
+        """Return the counts of each tier below; none by default."""
+        return ()
+
     def poll_nowait(self) -> None:
         """Move on with what goes on in the background, such as reads from tiers; never waits."""
         return
@@ -110,6 +115,11 @@ class OffloadingManager(ABC):
     def next_deadline(self) -> float | None:
         """When `poll_nowait` has something to do, if no doorbell rings before."""
         return None
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Nothing goes on in the background that closing should wait for."""
+        return True
 
     def add_doorbell(self, ring: Callable[[], None]) -> Callable[[], None]:
         """Let `ring` be called, from any thread, when `poll_nowait` has something to do; return what takes it away."""
@@ -445,7 +455,7 @@ class OffloadingManager(ABC):
 
     async def _wait_for(self, ticket: Ticket, deadline: float | None) -> None:
         """Wait until a ticket is settled or the deadline has come, and move on with the manager meanwhile."""
-        self._hear()
+        self.hear()
         settled = anyio.Event()
         ticket.on_settled(settled.set)
         while ticket.is_waiting and not _has_come(deadline, self.clock):
@@ -454,7 +464,7 @@ class OffloadingManager(ABC):
                 await settled.wait()
             self.poll_nowait()
 
-    def _hear(self) -> None:
+    def hear(self) -> None:
         """Let the running event loop poll when something needs it; for managers that work in the background."""
         return
 

@@ -19,6 +19,8 @@ from aiokvoffload.tiers.calls import TierCall
 _BATCH_BLOCKS = 16
 _REMEMBERED_USES = 64_000
 _LOOKS_PER_COLD_END = 8
+_MAX_SHARE_IN_WRITING = 0.25
+"""A slot that is being written down cannot be evicted; more of them would starve stores."""
 """How often the cold end is looked at while as many slots as it has are taken."""
 
 
@@ -62,6 +64,8 @@ class Cascade:
         self._is_written = np.zeros(slot_count, dtype=np.bool_)
         self._cold_count = max(1, int(planned.plan.clean_share * slot_count))
         self._taken_count = 0
+        self._slots_in_writing = 0
+        self._max_slots_in_writing = max(1, int(_MAX_SHARE_IN_WRITING * slot_count))
         self._is_pumping = False
 
     def count_uses(self, keys: Sequence[OffloadKey], depths: Sequence[int], request_id: str | None) -> None:
@@ -129,10 +133,15 @@ class Cascade:
         if planned.plan.cascade == "ahead" and self._taken_count * _LOOKS_PER_COLD_END >= self._cold_count:
             self._taken_count = 0
             self._offer_cold_end()
-        while self._queue and planned.writing_bytes < planned.plan.write_bytes:
+        while (
+            self._queue
+            and planned.writing_bytes < planned.plan.write_bytes
+            and (room := self._max_slots_in_writing - self._slots_in_writing) > 0
+        ):
             write = self._queue[0]
-            keys, depths = write.keys[:_BATCH_BLOCKS], write.depths[:_BATCH_BLOCKS]
-            del write.keys[:_BATCH_BLOCKS], write.depths[:_BATCH_BLOCKS]
+            count = min(room, _BATCH_BLOCKS)
+            keys, depths = write.keys[:count], write.depths[:count]
+            del write.keys[:count], write.depths[:count]
             if not write.keys:
                 self._queue.popleft()
             planned.waiting_bytes -= self._byte_count(keys)
@@ -166,7 +175,9 @@ class Cascade:
         slots: list[int] = []
         present: list[int] = []
         for position, slot in enumerate(self._backing.stored_slots(keys)):
-            if slot is not None and not self._is_written[slot]:
+            if slot is None:
+                planned.tally.dropped_writes += 1
+            elif not self._is_written[slot]:
                 slots.append(slot)
                 present.append(position)
         if not present:
@@ -176,6 +187,7 @@ class Cascade:
         byte_count = sum(view.nbytes for view in views)
         lease = Lease(self._backing, slots)
         planned.writing_bytes += byte_count
+        self._slots_in_writing += len(slots)
         call = planned.tier.start_put(
             [self._tier_key(key) for key in keys],
             views,
@@ -201,6 +213,7 @@ class Cascade:
 
     def _give_back(self, byte_count: int, lease: Lease) -> None:
         self._planned.writing_bytes -= byte_count
+        self._slots_in_writing -= len(lease.slots)
         lease.release()
         self.pump()
 

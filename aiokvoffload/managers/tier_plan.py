@@ -66,7 +66,7 @@ class TierTally:
         failed_promotions: Found by a lookup, but could not be read.
         written: Written down, or found there already.
         refused_writes: The tier did not take them.
-        dropped_writes: There were too many of them to write.
+        dropped_writes: There were too many of them to write, or they left CPU memory before their turn.
         dirty_evictions: Left CPU memory before they were written, under "ahead".
         too_slow: Not asked for, because computing them again is faster.
     """

@@ -107,6 +107,11 @@ class TieredOffloadingManager(OffloadingManager):
         deadlines = [planned.tier.next_deadline for planned in self._planned]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Nothing is being written to tiers, or waits for it."""
+        return not any(planned.waiting_bytes or planned.writing_bytes for planned in self._planned)
+
     def add_doorbell(self, ring: Callable[[], None]) -> Callable[[], None]:
         """Let every tier ring."""
         silences = [planned.tier.add_doorbell(ring) for planned in self._planned]
@@ -306,7 +311,7 @@ class TieredOffloadingManager(OffloadingManager):
 
     # Inside
 
-    def _hear(self) -> None:
+    def hear(self) -> None:
         """Let the running event loop poll when a tier rings."""
         loop = running_loop()
         if loop is not None and loop != self._loop:

@@ -346,7 +346,15 @@ class OffloaderMachine:
     def step(self) -> PollStep:
         """Poll once and say when to poll next; never raises."""
         self.guarded(self._worker.poll)
-        return PollStep(bool(self._ended), self._worker.seconds_to_landing(), self._worker.seconds_to_deadline())
+        self.guarded(self.manager.poll_nowait)
+        return PollStep(bool(self._ended), self._worker.seconds_to_landing(), self._seconds_to_deadline())
+
+    def _seconds_to_deadline(self) -> float | None:
+        seconds, due = self._worker.seconds_to_deadline(), self.manager.next_deadline
+        if due is None:
+            return seconds
+        to_manager = due - self.clock.now()
+        return to_manager if seconds is None else min(seconds, to_manager)
 
     def block_until(self, is_over: Callable[[], bool], timeout_seconds: float) -> None:
         """Poll, blocking the thread in between, until `is_over` or the timeout."""
@@ -425,6 +433,7 @@ class OffloaderMachine:
             load_seconds=worker.busy_seconds[Direction.LOAD],
             joined_blocks=worker.joined_block_count,
             fault=self._fault,
+            tiers=self.manager.tier_statistics(),
         )
 
     def close_parts(self) -> None:
@@ -436,6 +445,8 @@ class OffloaderMachine:
             return
         self._owner.is_closed = True
         self.guarded(self.manager.close_nowait)
+        for tier in self._parts.tiers:
+            self.guarded(partial(tier.close, drain_seconds=0.0))
         self._parts.hub.close()
         if not self._worker.sent_count:
             self._parts.memory.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -13,14 +14,21 @@ from aiokvoffload.kv_caches import CanonicalKVCaches
 from aiokvoffload.managers.base import OffloadingManager
 from aiokvoffload.managers.cpu import CPUOffloadingManager
 from aiokvoffload.managers.reuse import with_reuse_filter
+from aiokvoffload.managers.tier_plan import TierPlan
+from aiokvoffload.managers.tiered import TieredOffloadingManager
 from aiokvoffload.memory.base import HostMemory
 from aiokvoffload.offloader.deadlines import Deadlines
 from aiokvoffload.offloader.subscriptions import EventHub
 from aiokvoffload.policies.base import CachePolicy
 from aiokvoffload.specs import Placement, check_placement
+from aiokvoffload.tiers.base import Tier
+from aiokvoffload.tiers.opening import open_tier
 from aiokvoffload.transfers.assembly import build_worker
 from aiokvoffload.transfers.pointers import SlotLayout
 from aiokvoffload.transfers.worker import IN_FLIGHT_BYTES, STREAMS_PER_DIRECTION, OffloadingWorker
+
+TierChoice = str | Tier | tuple[str | Tier, TierPlan]
+"""The URL of a tier, or an open one, which stays the caller's; and how it is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +47,30 @@ class Parts:
     deadlines: Deadlines
     hub: EventHub = field(default_factory=EventHub)
     placement: Placement = "inclusive"
+    tiers: tuple[Tier, ...] = ()
+    """Those that the offloader closes."""
+
+
+class SlotViews:
+    """The bytes of slots, as tiers read and write them.
+
+    Args:
+        memory: Where the slots are.
+        group_slot_bytes: How much of a slot each KV group fills.
+    """
+
+    def __init__(self, memory: HostMemory, group_slot_bytes: Sequence[int]) -> None:
+        self._memory = memory
+        self._group_slot_bytes = group_slot_bytes
+
+    def group_bytes(self, group: int) -> int:
+        """Return the size of a block of a KV group."""
+        return self._group_slot_bytes[group]
+
+    def view(self, slot: int, group: int) -> memoryview:
+        """Return the bytes of a slot that a block of a KV group fills."""
+        start = slot * self._memory.slot_stride_bytes
+        return self._memory.buffer[start : start + self._group_slot_bytes[group]].data
 
 
 def build_parts(
@@ -56,6 +88,8 @@ def build_parts(
     streams_per_direction: int = STREAMS_PER_DIRECTION,
     in_flight_bytes: int = IN_FLIGHT_BYTES,
     placement: Placement = "inclusive",
+    tiers: Sequence[TierChoice] = (),
+    recompute_tokens_per_second: float | None = None,
 ) -> Parts:
     """Build what an offloader is made of; arguments as in `open_offloader`."""
     check_placement(placement, block_size_factor)
@@ -71,18 +105,22 @@ def build_parts(
             f"cpu_bytes is {cpu_bytes}, but one block of {block_size_factor} GPU blocks needs {layout.slot_bytes}"
         )
     hub = EventHub()
-    manager = with_reuse_filter(
-        CPUOffloadingManager(
-            block_count,
-            policy=policy,
-            groups=kv_caches.groups,
-            block_size_factor=block_size_factor,
-            blocks_above=kv_caches.block_count if placement == "exclusive" else 0,
-            event_sink=hub,
-            clock=clock,
-        ),
-        store_threshold,
+    identity = replace(
+        identity,
+        page_bytes=kv_caches.group_page_bytes,
+        block_tokens=tuple(group.block_tokens * block_size_factor for group in kv_caches.groups),
     )
+    manager: OffloadingManager
+    manager = cpu_manager = CPUOffloadingManager(
+        block_count,
+        policy=policy,
+        groups=kv_caches.groups,
+        block_size_factor=block_size_factor,
+        blocks_above=kv_caches.block_count if placement == "exclusive" else 0,
+        event_sink=hub,
+        clock=clock,
+    )
+    own_tiers: list[Tier] = []
     with ExitStack() as stack:
         if isinstance(device, Device):
             used_device = device
@@ -99,6 +137,22 @@ def build_parts(
             streams_per_direction=streams_per_direction,
             in_flight_bytes=in_flight_bytes,
         )
+        stack.callback(memory.close)
+        if tiers:
+            planned = []
+            for choice in tiers:
+                tier, plan = _open_tier(choice, identity, layout.group_slot_bytes, clock)
+                if tier is not _given_tier(choice):
+                    own_tiers.append(tier)
+                    stack.callback(tier.close)
+                planned.append((tier, plan))
+            manager = TieredOffloadingManager(
+                cpu_manager,
+                planned,
+                SlotViews(memory, layout.group_slot_bytes),
+                recompute_tokens_per_second=recompute_tokens_per_second,
+            )
+        manager = with_reuse_filter(manager, store_threshold)
         stack.pop_all()
     return Parts(
         layout=layout,
@@ -107,14 +161,25 @@ def build_parts(
         is_own_device=used_device is not device,
         manager=manager,
         worker=worker,
-        identity=replace(
-            identity,
-            page_bytes=kv_caches.group_page_bytes,
-            block_tokens=tuple(group.block_tokens * block_size_factor for group in kv_caches.groups),
-        ),
+        identity=identity,
         compute_stream=stream,
         clock=clock,
         deadlines=deadlines,
         hub=hub,
         placement=placement,
+        tiers=tuple(own_tiers),
     )
+
+
+def _given_tier(choice: TierChoice) -> str | Tier:
+    return choice[0] if isinstance(choice, tuple) else choice
+
+
+def _open_tier(
+    choice: TierChoice, identity: CacheIdentity, group_slot_bytes: Sequence[int], clock: Clock
+) -> tuple[Tier, TierPlan]:
+    plan = choice[1] if isinstance(choice, tuple) else TierPlan()
+    given = _given_tier(choice)
+    if isinstance(given, str):
+        given = open_tier(given, identity=identity, block_bytes=set(group_slot_bytes), clock=clock)
+    return given, plan

@@ -49,13 +49,23 @@ class Poller:
         drain: Blocks until the copies under way are over or a bound is reached; must not raise.
         device: Its doorbell, if it has one, wakes the poller.
         clock: What the poller sleeps by.
+        add_doorbell: Another doorbell that wakes it, not by the landing of copies.
     """
 
-    def __init__(self, step: Callable[[], PollStep], drain: Callable[[], None], device: Device, clock: Clock) -> None:
+    def __init__(
+        self,
+        step: Callable[[], PollStep],
+        drain: Callable[[], None],
+        device: Device,
+        clock: Clock,
+        *,
+        add_doorbell: Callable[[Callable[[], None]], Callable[[], None]] = lambda _ring: lambda: None,
+    ) -> None:
         self._step = step
         self._drain = drain
         self._device = device
         self._clock = clock
+        self._add_doorbell = add_doorbell
         self._is_stopping = False
         self._ring: Callable[[], None] = self.wake
         self._task: asyncio.Task[None] | None = None
@@ -100,6 +110,7 @@ class Poller:
 
     async def _run(self) -> None:
         silence = self._device.add_doorbell(self._ring)
+        silence_other = self._add_doorbell(self._ring)
         try:
             await self._poll_until_stopped(has_doorbell=silence is not None)
         except Exception:
@@ -108,6 +119,7 @@ class Poller:
         finally:
             if silence is not None:
                 silence()
+            silence_other()
             self._end()
 
     def _end(self, _task: object = None) -> None:
