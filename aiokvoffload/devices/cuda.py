@@ -48,7 +48,7 @@ class CudaDevice(Device):
         driver: The driver library; by default that of the system.
         tensor_kind: What torch calls the device of the tensors that it copies.
         most_descriptors: Copies per call of the driver.
-        kernel: Another way for small copies, beside the copy engines; None looks for Triton when it is calibrated.
+        kernel: Another way for small copies, beside the copy engines; None lets `prepare` look for Triton.
         kernel_up_to_bytes: Up to how many bytes per copy it is used; None lets `prepare` measure it, 0 turns it off.
         close_timeout_seconds: How long `close` waits for copies under way.
 
@@ -80,7 +80,8 @@ class CudaDevice(Device):
         is_batched = self._driver.batched_copy is not None and self._sees_host_addresses
         self._engine: Copier = BatchCopier(self._driver, most_descriptors) if is_batched else LoopCopier(self._driver)
         self._kernel = kernel
-        self._is_calibrated = kernel_up_to_bytes is not None
+        self._kernel_up_to_bytes = kernel_up_to_bytes
+        self._is_prepared = False
         self.kernel_limits: Mapping[Direction, int] = dict.fromkeys(Direction, kernel_up_to_bytes or 0)
         self._pinned = PinnedRanges()
         self._streams: dict[int, CudaStream] = {}
@@ -94,13 +95,14 @@ class CudaDevice(Device):
         return cls(index or 0)
 
     def prepare(self, page_bytes: Collection[int]) -> None:
-        """Find out up to which size a kernel copies faster than the copy engines; once, for a fraction of a second."""
+        """Find out up to which size a kernel copies faster than the copy engines; once, for about a second."""
         self._check_open()
-        if self._is_calibrated or not page_bytes or min(page_bytes) > max(SIZES) or not self._sees_host_addresses:
+        is_of_use = self._kernel_up_to_bytes != 0 and self._sees_host_addresses
+        if self._is_prepared or not is_of_use or not page_bytes or min(page_bytes) > max(SIZES):
             return
-        self._is_calibrated = True
+        self._is_prepared = True
         self._kernel = self._kernel or _find_kernel(self.ordinal)
-        if self._kernel is not None:
+        if self._kernel is not None and self._kernel_up_to_bytes is None:
             try:
                 self.kernel_limits = self._calibrate(self._kernel)
             except DeviceError as exc:
@@ -290,15 +292,18 @@ class CudaDevice(Device):
                 stream.batches.popleft()
 
     def _calibrate(self, kernel: Copier) -> Mapping[Direction, int]:
-        with ExitStack() as stack:
-            host: NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, SCRATCH_BYTES), np.uint8)
+        put_by_engine, put_by_kernel = (partial(self._put, copier) for copier in (self._engine, kernel))
+        host: NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, SCRATCH_BYTES), np.uint8)
+        with self.current_context(), ExitStack() as stack:
             self.pin(host.ctypes.data, SCRATCH_BYTES)
             stack.callback(self.unpin, host.ctypes.data)
-            stack.enter_context(self.current_context())
             address = self._driver.allocate(SCRATCH_BYTES)
             stack.callback(self._driver.call, "cuMemFree_v2", address)
-            put_by_engine, put_by_kernel = (partial(self._put, copier) for copier in (self._engine, kernel))
-            return Calibration(self, put_by_engine, put_by_kernel, address, host).kernel_limits()
+            try:
+                return Calibration(self, put_by_engine, put_by_kernel, address, host).kernel_limits()
+            finally:
+                if not self._is_drained():
+                    stack.pop_all()  # trials that are still under way keep their memory
 
     # Events
 

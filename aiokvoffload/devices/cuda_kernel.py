@@ -19,7 +19,8 @@ WORDS_PER_STEP = 1024
 MOST_PROGRAMS = 64
 
 
-@triton.jit  # type: ignore[untyped-decorator] # triton has no types
+# One compiled form for all counts: another one would be compiled while an event loop waits.
+@triton.jit(do_not_specialize=["copy_count"])  # type: ignore[untyped-decorator] # triton has no types
 def copy_words(descriptors, copy_count, words_per_step: tl.constexpr):  # type: ignore[no-untyped-def] # compiled from its source
     """Copy `copy_count` ranges of 8-byte words; descriptors are all sources, all destinations, all word counts."""
     for index in range(tl.program_id(0), copy_count, tl.num_programs(0)):

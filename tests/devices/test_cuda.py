@@ -205,6 +205,7 @@ def test_the_legacy_default_stream_can_be_waited_for_but_never_copies(device: Cu
     compute = device.adopt_stream(TorchStream(0))
     copies = device.create_stream("copies")
     device.wait_event(copies, device.record(compute))
+    device.wait_event(compute, device.record(copies))
     finish(device, copies)
     plan, _, host = many_copies(1)
     with pytest.raises(DeviceError, match="legacy default stream"):

@@ -388,8 +388,10 @@ EXPORT CUresult CUDAAPI cuStreamIsCapturing(CUstream hStream, CUstreamCaptureSta
 EXPORT CUresult CUDAAPI cuStreamWaitEvent(CUstream hStream, CUevent hEvent, unsigned int Flags)
 {
     ENTER("cuStreamWaitEvent");
-    if (!is_alive_stream(hStream) || !is_alive_event(hEvent) || Flags)
+    if ((hStream && !is_alive_stream(hStream)) || !is_alive_event(hEvent) || Flags)
         LEAVE(CUDA_ERROR_INVALID_HANDLE);
+    if (!hStream) /* nothing ever runs on it here */
+        LEAVE(CUDA_SUCCESS);
     if (hEvent->mark)
         put(hStream, WAIT)->mark = hEvent->mark;
     LEAVE(CUDA_SUCCESS);
