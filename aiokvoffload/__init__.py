@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         InvalidRequestError,
         LayoutError,
         OffloadError,
+        PartialCopyError,
         StateError,
         TraceError,
         WrongThreadError,
@@ -72,6 +73,7 @@ __all__ = [
     "LoadTicket",
     "LookupResult",
     "OffloadError",
+    "PartialCopyError",
     "OffloadKey",
     "Offloader",
     "OffloaderStatistics",
@@ -96,7 +98,7 @@ __all__ = [
 _NAMES_OF = {
     "clock": "Clock SystemClock",
     "errors": "BlocksInFlightError ClosedError ConfigurationError DeviceError InvalidRequestError "
-    "LayoutError OffloadError StateError TraceError WrongThreadError",
+    "LayoutError OffloadError PartialCopyError StateError TraceError WrongThreadError",
     "events": "EventKind OffloadingEvent",
     "keys": "CacheIdentity OffloadKey make_offload_key offload_keys",
     "kv_caches": "CanonicalKVCaches KVGroup",

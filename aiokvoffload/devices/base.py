@@ -149,6 +149,7 @@ class Device(ABC):
 
         Raises:
             DeviceError: The batch was refused; then none of it runs.
+            PartialCopyError: A part of it may run, and is over with the next event recorded on the stream.
         """
 
     @abstractmethod

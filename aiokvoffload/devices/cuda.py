@@ -30,7 +30,7 @@ from aiokvoffload.devices.cuda_driver import CudaDriver, CurrentContext
 from aiokvoffload.devices.cuda_errors import CudaError
 from aiokvoffload.devices.cuda_streams import Batch, CudaEvent, CudaStream, EventPool
 from aiokvoffload.devices.ranges import host_side
-from aiokvoffload.errors import ClosedError, DeviceError, InvalidRequestError, StateError
+from aiokvoffload.errors import ClosedError, DeviceError, InvalidRequestError, PartialCopyError, StateError
 
 _logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class CudaDevice(Device):
         if self._kernel is not None and self._kernel_up_to_bytes is None:
             try:
                 self.kernel_limits = self._calibrate(self._kernel)
-            except DeviceError as exc:
+            except (DeviceError, PartialCopyError) as exc:
                 _logger.warning("small copies go by the copy engines: %s", exc)
 
     def create_stream(self, name: str) -> CudaStream:
@@ -144,9 +144,7 @@ class CudaDevice(Device):
         # An event of a capture would draw the streams that wait for it, and their copies, into the graph.
         if owned.adopted is not None and self._is_captured(owned):
             raise StateError("a CUDA graph is being captured on this stream; store and load outside of the capture")
-        event = self._record(owned, owned.error)
-        owned.error = None
-        return event
+        return self._record(owned)
 
     def is_done(self, event: Event) -> bool:
         """Return whether the work before `event` is over."""
@@ -174,11 +172,9 @@ class CudaDevice(Device):
     def copy_batch(self, plan: CopyPlan, stream: Stream) -> None:
         """Put the copies of `plan` into `stream`.
 
-        What the driver refuses, it may refuse after it has taken a part. So that is a failure of the work, which
-        the next event tells once the part is over.
-
         Raises:
             DeviceError: The plan is not valid, or the stream is the legacy default stream.
+            PartialCopyError: The driver refused it, maybe after it had taken a part.
         """
         owned = self._own_stream(stream)
         plan.validate()
@@ -251,20 +247,21 @@ class CudaDevice(Device):
         return [(copier, part) for copier, part in parts if len(part.sources)]
 
     def _put(self, copier: Copier, plan: CopyPlan, stream: Stream) -> None:
-        """Put copies into a stream in one certain way; what goes wrong is told by the next event."""
+        """Put copies into a stream in one certain way."""
         owned = self._own_stream(stream)
         with self.current_context():
             self._forget_finished()
             batch = Batch(plan)
             try:
                 copier.submit(plan, self._source_order(plan), owned.handle)
-            except Exception as exc:  # noqa: BLE001  a kernel may raise anything; told by the next event
-                owned.error = owned.error or f"a batch of copies was not taken whole: {exc}"
+            except Exception as exc:
                 if copier is self._kernel:
                     _logger.warning("from now on small copies go by the copy engines: %s", exc)
                     self._kernel = None
-            owned.batches.append(batch)
-            self._mark_end(batch, owned)
+                raise PartialCopyError(f"a batch of copies may not have been taken whole: {exc}") from exc
+            finally:
+                owned.batches.append(batch)
+                self._mark_end(batch, owned)
 
     def _source_order(self, plan: CopyPlan) -> SourceOrder:
         if plan.direction is Direction.STORE:
@@ -275,10 +272,9 @@ class CudaDevice(Device):
     def _mark_end(self, batch: Batch, stream: CudaStream) -> None:
         """Record when a batch is over; where the driver refuses, it is tried again later."""
         try:
-            batch.end = self._record(stream, None)
+            batch.end = self._record(stream)
         except CudaError as exc:
             batch.is_over = exc.has_broken_context
-            stream.error = stream.error or str(exc)
 
     def _forget_finished(self) -> None:
         """Let go of the plans that are over."""
@@ -307,7 +303,7 @@ class CudaDevice(Device):
 
     # Events
 
-    def _record(self, stream: CudaStream, error: str | None) -> CudaEvent:
+    def _record(self, stream: CudaStream) -> CudaEvent:
         with self.current_context():
             handle = self._events.take()
             try:
@@ -315,7 +311,7 @@ class CudaDevice(Device):
             except CudaError:
                 self._events.give_back(handle)
                 raise
-        return CudaEvent(self, handle, self._events.give_back, error)
+        return CudaEvent(self, handle, self._events.give_back)
 
     def _is_captured(self, stream: CudaStream) -> bool:
         with self.current_context():
@@ -334,7 +330,7 @@ class CudaDevice(Device):
                 with self.current_context():
                     event.is_over = self._driver.is_event_done(event.handle)
             except CudaError as exc:
-                event.error = event.error or str(exc)
+                event.error = str(exc)
                 event.is_over = True
         return event.is_over
 
@@ -353,16 +349,19 @@ class CudaDevice(Device):
         calls = [("cuMemHostUnregister", address) for address in self._pinned.addresses]
         calls += [("cuStreamDestroy_v2", stream.handle) for stream in self._streams.values() if stream.adopted is None]
         calls += [("cuEventDestroy_v2", handle) for handle in self._events.handles]
-        errors = []
-        with self.current_context():
-            for name, argument in calls:
-                try:
-                    self._driver.call(name, argument)
-                except CudaError as exc:
-                    errors.append(exc)
         self._pinned.clear()
         self._streams.clear()
-        self._driver.release_primary_context(self._device)
+        errors = []
+        try:
+            with self.current_context():
+                for name, argument in calls:
+                    try:
+                        self._driver.call(name, argument)
+                    except CudaError as exc:
+                        errors.append(exc)
+            self._driver.release_primary_context(self._device)
+        except CudaError as exc:  # at the end of the process the driver may have gone before
+            errors.append(exc)
         if errors:
             _logger.warning("not everything on GPU %d could be given back: %s", self.ordinal, errors[0])
 

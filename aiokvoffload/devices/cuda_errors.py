@@ -16,6 +16,7 @@ REMEDIES: Mapping[int, str] = {
     1: "an address is not one that the GPU can copy, or a copy crosses the edge of registered memory",
     2: "free GPU memory, or lock less host memory (see `ulimit -l` and the limits of the container)",
     3: "the driver was not initialised: a forked child cannot use it, start workers by spawn",
+    4: "the driver has shut down: close the device before the process ends",
     34: "a stub library was loaded: take the build stubs out of LD_LIBRARY_PATH",
     46: "another process uses the GPU exclusively: see nvidia-smi",
     100: "no GPU is visible: see nvidia-smi and CUDA_VISIBLE_DEVICES, or give device='host' for CPU tensors",

@@ -20,11 +20,11 @@ _LEGACY_STREAMS = (0, 1)
 class CudaEvent(Event):
     """An event of a `CudaDevice`; its handle goes back to the pool when nobody holds it any more."""
 
-    def __init__(self, device: CudaDevice, handle: int, give_back: Callable[[int], None], error: str | None) -> None:
+    def __init__(self, device: CudaDevice, handle: int, give_back: Callable[[int], None]) -> None:
         self.device = weakref.ref(device)
         self.handle = handle
         self.is_over = False
-        self.error = error
+        self.error: str | None = None
         self._give_back = give_back
 
     def __del__(self) -> None:
@@ -85,7 +85,6 @@ class CudaStream(Stream):
         handle: The driver's.
         adopted: What it was made of elsewhere, if it was.
         batches: What may be under way on it, oldest first.
-        error: Why a batch was not taken whole; told by the next event.
     """
 
     def __init__(self, device: CudaDevice, name: str, handle: int, adopted: object = None) -> None:
@@ -94,7 +93,6 @@ class CudaStream(Stream):
         self.handle = handle
         self.adopted = adopted
         self.batches: deque[Batch] = deque()
-        self.error: str | None = None
 
     @property
     def is_legacy_default(self) -> bool:

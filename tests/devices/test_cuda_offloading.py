@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterator
 import anyio
 import numpy as np
 import pytest
-from cuda_rig import Count, StandIn, StandInGpu
+import torch
+from cuda_rig import Count, StandIn, StandInGpu, hold
 from gpu_suite import PATIENCE_SECONDS, Gpu, GpuSuite, bandwidths
 
+from aiokvoffload import open_offloader
 from aiokvoffload.cli.options import ReplayOptions
 from aiokvoffload.cli.replay import Replay
 from aiokvoffload.cli.requests import requests_of
 from aiokvoffload.devices.base import Event, Stream
+from aiokvoffload.testing.asserts import assert_idle
 from aiokvoffload.testing.order import OrderChecker
 
 
@@ -51,6 +54,26 @@ class TestOnTheStandIn(GpuSuite):
         assert stand_in.count(Count.REGISTRATIONS) == 0
 
 
+def test_blocks_of_a_batch_refused_in_the_middle_are_in_use_until_its_part_has_landed(stand_in: StandIn) -> None:
+    device = stand_in.device(most_descriptors=1)
+    compute_stream = device.create_stream("compute")
+    layers = [torch.zeros((4, 64)) for _ in range(2)]
+    context = open_offloader(layers, cpu_bytes=1 << 16, device=device, compute_stream=compute_stream)
+    with context as offloader:
+        release = hold(stand_in.library, device, compute_stream)
+        stand_in.fail_call("cuMemcpyBatchAsync", 1, after=1)
+        handle = offloader.store_soon(offloader.keys(range(16)), [2])
+        offloader.poll()
+        assert not handle.is_idle
+        assert offloader.gpu_blocks_in_flight() == {2}
+        release()
+        result = handle.wait(timeout_seconds=PATIENCE_SECONDS)
+        assert not result.success
+        assert "not have been taken whole" in str(result)
+        assert_idle(offloader)
+    device.close()
+
+
 class WaitsForNothing(StandInGpu):
     """A device that forgets the waits between its streams."""
 
@@ -60,10 +83,6 @@ class WaitsForNothing(StandInGpu):
 
 @pytest.mark.parametrize("test", ["store_takes", "load_overwrites"])
 def test_a_forgotten_wait_is_found(stand_in: StandIn, test: str) -> None:
-    import torch
-
-    from aiokvoffload import open_offloader
-
     device = WaitsForNothing(stand_in)
     gpu = SimulatedGpu(device)
     layer = torch.zeros((32, 16 * 1024), dtype=torch.uint8)
