@@ -10,6 +10,7 @@ one in Python needs the interpreter lock, which a thread may hold that waits for
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import threading
 import time
@@ -224,14 +225,11 @@ class CudaDevice(Device):
         if self._is_closed:
             return
         self._is_closed = True
-        deadline = time.perf_counter() + self._close_timeout_seconds
-        while not self._is_drained():
-            if time.perf_counter() >= deadline:
-                _logger.warning("copies are still under way on GPU %d; their memory stays registered", self.ordinal)
-                threading.Thread(target=self._give_back_late, name="aiokvoffload-late-copies", daemon=True).start()
-                return
-            time.sleep(_LONGEST_SLEEP_SECONDS)
-        self._give_back()
+        if self._drain(self._close_timeout_seconds):
+            self._give_back()
+        else:
+            _logger.warning("copies are still under way on GPU %d; their memory stays registered", self.ordinal)
+            threading.Thread(target=self._give_back_late, name="aiokvoffload-late-copies", daemon=True).start()
 
     # Copies
 
@@ -298,7 +296,7 @@ class CudaDevice(Device):
             try:
                 return Calibration(self, put_by_engine, put_by_kernel, address, host).kernel_limits()
             finally:
-                if not self._is_drained():
+                if not self._drain(self._close_timeout_seconds):
                     stack.pop_all()  # trials that are still under way keep their memory
 
     # Events
@@ -336,13 +334,19 @@ class CudaDevice(Device):
 
     # The end
 
-    def _is_drained(self) -> bool:
-        self._forget_finished()
-        return not any(stream.batches for stream in self._streams.values())
+    def _drain(self, timeout_seconds: float, sleep_seconds: float = _LONGEST_SLEEP_SECONDS) -> bool:
+        """Wait until no copy is under way; return False at the timeout."""
+        deadline = time.perf_counter() + timeout_seconds
+        while True:
+            self._forget_finished()
+            if not any(stream.batches for stream in self._streams.values()):
+                return True
+            if time.perf_counter() >= deadline:
+                return False
+            time.sleep(sleep_seconds)
 
     def _give_back_late(self) -> None:
-        while not self._is_drained():
-            time.sleep(_LATE_SLEEP_SECONDS)
+        self._drain(math.inf, _LATE_SLEEP_SECONDS)
         self._give_back()
 
     def _give_back(self) -> None:

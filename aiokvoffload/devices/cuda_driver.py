@@ -36,6 +36,7 @@ PROTOTYPES: Mapping[str, tuple[type, ...]] = {
     "cuCtxGetCurrent": (_Pointer,),
     "cuCtxPushCurrent_v2": (_Pointer,),
     "cuCtxPopCurrent_v2": (_Pointer,),
+    "cuThreadExchangeStreamCaptureMode": (_Pointer,),
     "cuStreamCreate": (_Pointer, _Uint),
     "cuStreamDestroy_v2": (_Pointer,),
     "cuStreamIsCapturing": (_Pointer, _Pointer),
@@ -67,6 +68,7 @@ _STREAM_NON_BLOCKING = 1
 _HOST_REGISTER_PORTABLE, _HOST_REGISTER_MAPPED = 1, 2
 _CAN_USE_HOST_POINTER_FOR_REGISTERED_MEMORY = 91
 _CAPTURE_STATUS_NONE = 0
+_CAPTURE_MODE_RELAXED = 2
 
 
 class MemoryLocation(ctypes.Structure):
@@ -224,25 +226,32 @@ class CudaDriver:
 
 
 class CurrentContext:
-    """Makes a context current in the calling thread while it is entered, and leaves the thread as it was."""
+    """Makes a context current in the calling thread while it is entered, and leaves the thread as it was.
 
-    __slots__ = ("_context", "_driver", "_is_pushed")
+    Calls inside do not spoil a CUDA graph that is being captured meanwhile, here or in another thread: in the mode in
+    which threads are by default, even to query an event would.
+    """
+
+    __slots__ = ("_capture_mode", "_context", "_driver", "_is_pushed")
 
     def __init__(self, driver: CudaDriver, context: int) -> None:
         self._driver = driver
         self._context = context
         self._is_pushed = False
+        self._capture_mode = _Int(_CAPTURE_MODE_RELAXED)
 
     def __enter__(self) -> None:
         """Push the context unless it is current already, as it is in an engine's own thread."""
         if self._driver.current_context() != self._context:
             self._driver.call("cuCtxPushCurrent_v2", self._context)
             self._is_pushed = True
+        self._driver.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(self._capture_mode))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Pop it again."""
+        self._driver.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(self._capture_mode))
         if self._is_pushed:
             self._driver.call("cuCtxPopCurrent_v2", None)
 

@@ -120,7 +120,7 @@ def open_offloader(
         store_threshold: From 2 on, a block is stored only once that many requests have used it.
         device: Name or instance; by default the one that the tensors are on. A given instance is not closed.
         compute_stream: The engine's: transfers wait for what is on it when they are asked for, and `fence` holds it
-            back. Without one the engine's work counts as done when it calls, as it is on a CPU.
+            back. Required on a GPU; on a CPU, without one the engine's work counts as done when it calls.
         streams_per_direction: Streams that copies of one direction are spread over.
         in_flight_bytes: How much may be with the device at a time; what is over that waits in the queue.
         deadlines: How long anything may take.

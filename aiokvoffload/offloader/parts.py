@@ -90,6 +90,11 @@ def build_parts(
             )
             stack.callback(used_device.close)
         check_copies(used_device, kv_caches.device)
+        if compute_stream is None and kv_caches.device.type != "cpu":
+            raise ConfigurationError(
+                f"KV caches on {kv_caches.device} need compute_stream, such as torch.cuda.current_stream(): without it "
+                "copies would not wait for the engine's kernels"
+            )
         stream = None if compute_stream is None else used_device.adopt_stream(compute_stream)
         memory, worker = build_worker(
             layout,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 import weakref
@@ -291,6 +292,20 @@ def test_streams_of_a_captured_graph_are_refused(stand_in: StandIn, device: Cuda
     other.close()
 
 
+def test_polls_and_pins_spoil_no_capture(stand_in: StandIn, device: CudaDevice) -> None:
+    compute, stream, host = device.create_stream("compute"), device.create_stream("copies"), pages(1)
+    stand_in.capture(compute)
+    device.copy_batch(many_copies(10)[0], stream)
+    finish(device, stream)
+    device.pin(host.ctypes.data, PAGE)
+    device.unpin(host.ctypes.data)
+    mode = ctypes.c_int(1)
+    driver = stand_in.driver()
+    driver.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+    assert mode.value == 0  # as it was
+    driver.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+
+
 def test_without_a_driver_the_error_says_what_to_do() -> None:
     with pytest.raises(ConfigurationError, match=r"libnothing.so.*install it, or give device='host'"):
         CudaDriver("libnothing.so")
@@ -469,6 +484,18 @@ def test_tensors_find_their_device(stand_in_library: object, monkeypatch: pytest
     assert isinstance(device, CudaDevice)
     assert (device.ordinal, device.tensor_kind) == (1, "cuda")
     device.close()
+
+
+def test_on_a_gpu_the_compute_stream_is_required() -> None:
+    class AnyTensors(HostDevice):
+        tensor_kind = None
+
+    context = open_offloader([torch.zeros(4, 64, device="meta")], cpu_bytes=4096, device=AnyTensors())
+    with (
+        pytest.raises(ConfigurationError, match=r"KV caches on meta need compute_stream, such as torch\.cuda"),
+        context,
+    ):
+        pass
 
 
 def test_tensors_that_a_device_cannot_copy_are_refused(stand_in: StandIn) -> None:

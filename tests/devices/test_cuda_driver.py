@@ -23,6 +23,7 @@ SCALARS = {
     "CUdevice": ctypes.c_int,
     "CUresult": ctypes.c_int,
     "CUdevice_attribute": ctypes.c_int,
+    "CUstreamCaptureMode": ctypes.c_int,
     "CUcontext": ctypes.c_void_p,
     "CUstream": ctypes.c_void_p,
     "CUevent": ctypes.c_void_p,

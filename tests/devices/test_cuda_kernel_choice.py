@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from cuda_rig import Count, StandIn
+from cuda_rig import Count, StandIn, hold
 
-from aiokvoffload.devices import cuda
+from aiokvoffload.devices import cuda, cuda_calibration
 from aiokvoffload.devices.base import CopyPlan, Direction, Event
 from aiokvoffload.devices.cuda import CudaDevice
 from aiokvoffload.devices.cuda_copy import Copier, LoopCopier, SourceOrder
 from aiokvoffload.devices.cuda_driver import CudaDriver
+from aiokvoffload.devices.cuda_streams import CudaStream
 from aiokvoffload.errors import PartialCopyError
 from aiokvoffload.testing.device_contract import PATIENCE_SECONDS
 from aiokvoffload.testing.device_memory import pattern, plan_of
@@ -128,14 +129,26 @@ def test_a_kernel_that_fails_or_copies_wrong_bytes_is_not_used(
     device.close()
 
 
-def test_trials_that_are_never_over_are_given_up(
-    driver: CudaDriver, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_trials_that_are_not_over_in_time_keep_their_memory(
+    stand_in: StandIn, driver: CudaDriver, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TimedDevice, "synchronize", lambda *_: False)
-    device = calibrated(driver, FakeKernel(driver), lambda _direction, _size: 0.1)
+    releases: list[Callable[[], None]] = []
+
+    class HeldDevice(CudaDevice):
+        def create_stream(self, name: str) -> CudaStream:
+            stream = super().create_stream(name)
+            releases.append(hold(stand_in.library, self, stream))
+            return stream
+
+    monkeypatch.setattr(cuda_calibration, "_PATIENCE_SECONDS", 0.0)
+    device = HeldDevice(driver=driver, tensor_kind="cpu", kernel=FakeKernel(driver), close_timeout_seconds=0.2)
+    device.prepare({16 * KIB})
     assert device.kernel_limits == dict.fromkeys(Direction, 0)
     assert "not over after" in caplog.text
+    assert stand_in.count(Count.REGISTRATIONS) == 1
+    releases[0]()
     device.close()
+    assert stand_in.count(Count.REGISTRATIONS) == 0
 
 
 @pytest.mark.parametrize("reason", ["pages too large", "no pages", "given", "other addresses", "no Triton"])

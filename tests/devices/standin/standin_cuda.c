@@ -26,6 +26,7 @@
 #define PAGE_BYTES 4096ULL
 #define MOST_DESCRIPTORS 32768 /* real drivers have crashed at some 50,000 */
 #define MOST_REGISTRATIONS 4096
+#define MOST_STREAMS 256
 
 enum magic { ALIVE = 0x5ca1ab1e, DEAD = 0x0ddba11 };
 
@@ -83,13 +84,14 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static int is_initialized, driver_version = 13000, can_use_host_pointer = 1;
 static struct CUctx_st contexts[DEVICE_COUNT];
-static struct CUstream_st *live_streams[256];
+static struct CUstream_st *live_streams[MOST_STREAMS];
 static struct registration registrations[MOST_REGISTRATIONS];
 static int registration_count, live_event_count, live_stream_count;
 static struct fault fault;
 static long batch_calls, single_calls, largest_batch, early_reads;
 static _Thread_local CUcontext stack[16];
 static _Thread_local int stack_depth;
+static _Thread_local CUstreamCaptureMode capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
 
 /* Inside; `lock` is held. */
 
@@ -122,6 +124,16 @@ static CUresult enter(const char *name)
 static int is_alive_stream(CUstream stream)
 {
     return stream && stream != CU_STREAM_LEGACY && stream != CU_STREAM_PER_THREAD && stream->magic == ALIVE;
+}
+
+/* What some calls check too: that they spoil no capture. */
+static CUresult enter_unsafe(const char *name)
+{
+    CUresult result = enter(name);
+    for (int i = 0; i < MOST_STREAMS && !result && capture_mode == CU_STREAM_CAPTURE_MODE_GLOBAL; i++)
+        if (live_streams[i] && live_streams[i]->is_capturing)
+            result = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    return result;
 }
 
 static int is_alive_event(CUevent event)
@@ -204,7 +216,7 @@ static void *run_stream(void *argument)
 
 static int is_in_use(CUdeviceptr start, CUdeviceptr end)
 {
-    for (int i = 0; i < 256; i++)
+    for (int i = 0; i < MOST_STREAMS; i++)
         for (struct operation *o = live_streams[i] ? live_streams[i]->first : NULL; o; o = o->next)
             if (o->kind == COPY && ((o->source < end && start < o->source + o->bytes) ||
                                     (o->destination < end && start < o->destination + o->bytes)))
@@ -219,10 +231,12 @@ static int is_in_use(CUdeviceptr start, CUdeviceptr end)
         return leaving_with;                                                                                           \
     } while (0)
 
-#define ENTER(name)                                                                                                    \
+#define ENTER(name) ENTER_BY(enter, name)
+
+#define ENTER_BY(check, name)                                                                                          \
     pthread_mutex_lock(&lock);                                                                                         \
     do {                                                                                                               \
-        CUresult entered_with = enter(name);                                                                           \
+        CUresult entered_with = check(name);                                                                           \
         if (entered_with)                                                                                              \
             LEAVE(entered_with);                                                                                       \
     } while (0)
@@ -349,7 +363,7 @@ EXPORT CUresult CUDAAPI cuStreamCreate(CUstream *phStream, unsigned int Flags)
     stream->magic = ALIVE;
     stream->context = current();
     stream->last = &stream->first;
-    for (int i = 0; i < 256; i++)
+    for (int i = 0; i < MOST_STREAMS; i++)
         if (!live_streams[i]) {
             live_streams[i] = stream;
             break;
@@ -368,7 +382,7 @@ EXPORT CUresult CUDAAPI cuStreamDestroy_v2(CUstream hStream)
         LEAVE(CUDA_ERROR_INVALID_HANDLE);
     hStream->magic = DEAD;
     live_stream_count--;
-    for (int i = 0; i < 256; i++)
+    for (int i = 0; i < MOST_STREAMS; i++)
         if (live_streams[i] == hStream)
             live_streams[i] = NULL;
     pthread_cond_broadcast(&changed);
@@ -383,6 +397,16 @@ EXPORT CUresult CUDAAPI cuStreamIsCapturing(CUstream hStream, CUstreamCaptureSta
     *captureStatus = is_alive_stream(hStream) && hStream->is_capturing ? CU_STREAM_CAPTURE_STATUS_ACTIVE
                                                                        : CU_STREAM_CAPTURE_STATUS_NONE;
     LEAVE(CUDA_SUCCESS);
+}
+
+EXPORT CUresult CUDAAPI cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode)
+{
+    CUstreamCaptureMode before = capture_mode;
+    if ((unsigned)*mode > CU_STREAM_CAPTURE_MODE_RELAXED)
+        return CUDA_ERROR_INVALID_VALUE;
+    capture_mode = *mode;
+    *mode = before;
+    return CUDA_SUCCESS;
 }
 
 EXPORT CUresult CUDAAPI cuStreamWaitEvent(CUstream hStream, CUevent hEvent, unsigned int Flags)
@@ -453,7 +477,7 @@ EXPORT CUresult CUDAAPI cuEventRecord(CUevent hEvent, CUstream hStream)
 
 EXPORT CUresult CUDAAPI cuEventQuery(CUevent hEvent)
 {
-    ENTER("cuEventQuery");
+    ENTER_BY(enter_unsafe, "cuEventQuery");
     if (!is_alive_event(hEvent))
         LEAVE(CUDA_ERROR_INVALID_HANDLE);
     LEAVE(!hEvent->mark || hEvent->mark->is_done ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY);
@@ -474,7 +498,7 @@ EXPORT CUresult CUDAAPI cuEventElapsedTime(float *pMilliseconds, CUevent hStart,
 
 EXPORT CUresult CUDAAPI cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
 {
-    ENTER("cuMemAlloc");
+    ENTER_BY(enter_unsafe, "cuMemAlloc");
     *dptr = bytesize ? (CUdeviceptr)(uintptr_t)calloc(1, bytesize) : 0;
     LEAVE(*dptr ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY);
 }
@@ -488,7 +512,7 @@ EXPORT CUresult CUDAAPI cuMemFree_v2(CUdeviceptr dptr)
 
 EXPORT CUresult CUDAAPI cuMemHostRegister_v2(void *p, size_t bytesize, unsigned int Flags)
 {
-    ENTER("cuMemHostRegister");
+    ENTER_BY(enter_unsafe, "cuMemHostRegister");
     if (!p || !bytesize || (Flags & ~3u))
         LEAVE(CUDA_ERROR_INVALID_VALUE);
     /* Whole pages are locked, so two ranges cannot share one. */
@@ -642,7 +666,7 @@ EXPORT long standin_count(int which)
     return counts[which];
 }
 
-/* Forget faults, counts and settings; the streams of the next test are new ones anyway. */
+/* Forget faults, counts, settings, and what a test that failed has left registered. */
 EXPORT void standin_reset(void)
 {
     pthread_mutex_lock(&lock);
@@ -650,6 +674,7 @@ EXPORT void standin_reset(void)
     driver_version = 13000;
     can_use_host_pointer = 1;
     batch_calls = single_calls = largest_batch = early_reads = 0;
+    registration_count = 0;
     for (int i = 0; i < DEVICE_COUNT; i++)
         contexts[i].sticky = CUDA_SUCCESS;
     pthread_mutex_unlock(&lock);
