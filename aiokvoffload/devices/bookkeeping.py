@@ -64,8 +64,8 @@ class PinnedRanges:
             self._end_of[address] = end
             self._ranges = None
 
-    def remove(self, address: int) -> None:
-        """Forget the range that starts at `address`.
+    def remove(self, address: int) -> int:
+        """Forget the range that starts at `address`; return its byte count.
 
         Raises:
             DeviceError: No pinned range starts there.
@@ -73,9 +73,9 @@ class PinnedRanges:
         with self._lock:
             if address not in self._end_of:
                 raise DeviceError(f"cannot unpin {address:#x}: no pinned range starts there")
-            del self._end_of[address]
             del self._starts[bisect_left(self._starts, address)]
             self._ranges = None
+            return self._end_of.pop(address) - address
 
     def clear(self) -> None:
         """Forget all ranges."""

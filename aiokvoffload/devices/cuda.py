@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import Self
 
@@ -29,8 +28,8 @@ from aiokvoffload.devices.cuda_calibration import SCRATCH_BYTES, SIZES, Calibrat
 from aiokvoffload.devices.cuda_copy import MOST_DESCRIPTORS, BatchCopier, Copier, LoopCopier, SourceOrder
 from aiokvoffload.devices.cuda_driver import CudaDriver, CurrentContext
 from aiokvoffload.devices.cuda_errors import CudaError
-from aiokvoffload.devices.cuda_streams import Batch, CudaEvent, CudaStream, EventPool
-from aiokvoffload.devices.ranges import host_side
+from aiokvoffload.devices.cuda_streams import Batch, CudaEvent, CudaStream, EventPool, handle_of
+from aiokvoffload.devices.ranges import host_side, some_of
 from aiokvoffload.errors import ClosedError, DeviceError, InvalidRequestError, PartialCopyError, StateError
 
 _logger = logging.getLogger(__name__)
@@ -109,6 +108,10 @@ class CudaDevice(Device):
             except (DeviceError, PartialCopyError) as exc:
                 _logger.warning("small copies go by the copy engines: %s", exc)
 
+    def current_context(self) -> CurrentContext:
+        """Return what makes the context of this GPU current in the calling thread while it is entered."""
+        return CurrentContext(self._driver, self._context)
+
     def create_stream(self, name: str) -> CudaStream:
         """Return a new stream, which does not wait for the legacy default stream."""
         self._check_open()
@@ -126,7 +129,7 @@ class CudaDevice(Device):
         if isinstance(stream, CudaStream):
             return self._own_stream(stream)
         self._check_open()
-        handle = _handle_of(stream)
+        handle = handle_of(stream)
         index = getattr(stream, "device_index", self.ordinal)
         if handle is None or handle == _PER_THREAD_STREAM or index != self.ordinal:
             raise InvalidRequestError(
@@ -184,8 +187,6 @@ class CudaDevice(Device):
                 "copies cannot go on the legacy default stream, which every other stream waits for; "
                 "use one of create_stream()"
             )
-        if not len(plan.sources):
-            return
         for copier, part in self._parts(self._pinned.ranges.cut(plan)):
             self._put(copier, part, owned)
 
@@ -216,9 +217,13 @@ class CudaDevice(Device):
     def unpin(self, address: int) -> None:
         """Take back the `pin` of the range that starts at `address`."""
         self._check_open()
-        self._pinned.remove(address)
-        with self.current_context():
-            self._driver.call("cuMemHostUnregister", address)
+        byte_count = self._pinned.remove(address)
+        try:
+            with self.current_context():
+                self._driver.call("cuMemHostUnregister", address)
+        except BaseException:
+            self._pinned.add(address, byte_count)
+            raise
 
     def close(self) -> None:
         """Wait for copies under way, bounded, and give everything back, what a late one uses once it is over."""
@@ -241,7 +246,7 @@ class CudaDevice(Device):
         is_small = plan.byte_counts <= limit
         is_aligned = (plan.sources | plan.destinations | plan.byte_counts) % _KERNEL_WORD_BYTES == 0
         by_kernel = is_small & is_aligned & self._pinned.ranges.cover(host_side(plan), plan.byte_counts)
-        parts = ((self._kernel, _some_of(plan, by_kernel)), (self._engine, _some_of(plan, ~by_kernel)))
+        parts = ((self._kernel, some_of(plan, by_kernel)), (self._engine, some_of(plan, ~by_kernel)))
         return [(copier, part) for copier, part in parts if len(part.sources)]
 
     def _put(self, copier: Copier, plan: CopyPlan, stream: Stream) -> None:
@@ -272,7 +277,7 @@ class CudaDevice(Device):
         try:
             batch.end = self._record(stream)
         except CudaError as exc:
-            batch.is_over = exc.has_broken_context
+            batch.is_over = exc.has_ended_all_work
 
     def _forget_finished(self) -> None:
         """Let go of the plans that are over."""
@@ -322,14 +327,17 @@ class CudaDevice(Device):
         return event.is_over
 
     def _query(self, event: CudaEvent) -> bool:
-        """Ask the driver until the answer is yes, or an error, which is kept."""
+        """Ask the driver, until the answer is yes or that nothing runs any more."""
         if not event.is_over:
             try:
                 with self.current_context():
                     event.is_over = self._driver.is_event_done(event.handle)
             except CudaError as exc:
-                event.error = str(exc)
-                event.is_over = True
+                # Another error says nothing of the work, whose memory stays in use until the driver answers.
+                event.is_over = exc.has_ended_all_work
+                event.error = str(exc) if event.is_over else None
+                if not event.is_over:
+                    _logger.warning("whether copies are over cannot be told now: %s", exc)
         return event.is_over
 
     # The end
@@ -369,10 +377,6 @@ class CudaDevice(Device):
         if errors:
             _logger.warning("not everything on GPU %d could be given back: %s", self.ordinal, errors[0])
 
-    def current_context(self) -> CurrentContext:
-        """Return what makes the context of this GPU current in the calling thread while it is entered."""
-        return CurrentContext(self._driver, self._context)
-
     def _check_open(self) -> None:
         if self._is_closed:
             raise ClosedError("this CudaDevice was closed; make a new one")
@@ -388,20 +392,6 @@ class CudaDevice(Device):
         if not isinstance(event, CudaEvent) or event.device() is not self:
             raise InvalidRequestError(f"{event!r} is not an event of this CudaDevice; make one with record()")
         return event
-
-
-def _some_of(plan: CopyPlan, is_chosen: NDArray[np.bool_]) -> CopyPlan:
-    columns = (plan.sources, plan.destinations, plan.byte_counts)
-    sources, destinations, byte_counts = (column[is_chosen] for column in columns)
-    return replace(plan, sources=sources, destinations=destinations, byte_counts=byte_counts)
-
-
-def _handle_of(stream: object) -> int | None:
-    """Return the driver's handle of a stream of torch, or of one that keeps the protocol of cuda.core."""
-    handle = getattr(stream, "cuda_stream", None)
-    if handle is None and hasattr(stream, "__cuda_stream__"):
-        _, handle = stream.__cuda_stream__()
-    return handle if isinstance(handle, int) else None
 
 
 def _find_kernel(ordinal: int) -> Copier | None:

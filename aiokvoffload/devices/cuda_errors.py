@@ -37,6 +37,8 @@ REMEDIES: Mapping[int, str] = {
 
 STICKY_CODES = frozenset({226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911})
 """Those of which cuda.h says that the context cannot be used any more."""
+_GONE = frozenset({4, 709})
+"""The driver, or the context, has been shut down."""
 
 
 class CudaError(DeviceError):
@@ -53,9 +55,9 @@ class CudaError(DeviceError):
         self.code = code
 
     @property
-    def has_broken_context(self) -> bool:
+    def has_ended_all_work(self) -> bool:
         """Nothing runs on the GPU for this process any more."""
-        return self.code in STICKY_CODES
+        return self.code in STICKY_CODES or self.code in _GONE
 
 
 def remedy_for(code: int) -> str:

@@ -98,3 +98,11 @@ class CudaStream(Stream):
     def is_legacy_default(self) -> bool:
         """It is the stream that every blocking stream waits for."""
         return self.handle in _LEGACY_STREAMS
+
+
+def handle_of(stream: object) -> int | None:
+    """Return the driver's handle of a stream of torch, or of one that keeps the protocol of cuda.core."""
+    handle = getattr(stream, "cuda_stream", None)
+    if handle is None and hasattr(stream, "__cuda_stream__"):
+        _, handle = stream.__cuda_stream__()
+    return handle if isinstance(handle, int) else None

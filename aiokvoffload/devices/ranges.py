@@ -62,3 +62,10 @@ class ByteRanges:
 def host_side(plan: CopyPlan) -> NDArray[np.int64]:
     """Return the addresses of a plan that lie in host memory."""
     return plan.destinations if plan.direction is Direction.STORE else plan.sources
+
+
+def some_of(plan: CopyPlan, is_chosen: NDArray[np.bool_]) -> CopyPlan:
+    """Return the chosen copies of a plan."""
+    columns = (plan.sources, plan.destinations, plan.byte_counts)
+    sources, destinations, byte_counts = (column[is_chosen] for column in columns)
+    return replace(plan, sources=sources, destinations=destinations, byte_counts=byte_counts)

@@ -15,7 +15,7 @@ import torch
 from cuda_rig import Count, StandIn, hold
 from numpy.typing import NDArray
 
-from aiokvoffload import open_offloader
+from aiokvoffload import CanonicalKVCaches, KVGroup, open_offloader
 from aiokvoffload.devices.base import CopyPlan, Direction, device_for_tensors
 from aiokvoffload.devices.cuda import CudaDevice
 from aiokvoffload.devices.cuda_copy import BatchCopier, SourceOrder
@@ -30,6 +30,7 @@ from aiokvoffload.errors import (
     PartialCopyError,
     StateError,
 )
+from aiokvoffload.kv_caches import CanonicalKVCacheRef, CanonicalKVCacheTensor
 from aiokvoffload.testing.device_contract import PATIENCE_SECONDS
 from aiokvoffload.testing.device_memory import pattern, plan_of
 
@@ -283,6 +284,19 @@ def test_a_broken_context_fails_every_event_and_says_to_restart(
     assert "could be given back" in caplog.text
 
 
+@pytest.mark.parametrize("code", [201, 900])
+def test_an_error_that_says_nothing_of_the_work_ends_nothing(
+    stand_in: StandIn, device: CudaDevice, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    stream = device.create_stream("asked")
+    event = device.record(stream)
+    assert device.synchronize(device.record(stream), PATIENCE_SECONDS)
+    stand_in.fail_call("cuEventQuery", code)
+    assert not device.is_done(event)
+    assert "cannot be told now" in caplog.text
+    assert device.is_done(event)
+
+
 def test_streams_of_a_captured_graph_are_refused(stand_in: StandIn, device: CudaDevice) -> None:
     compute = device.create_stream("compute")
     stand_in.capture(compute)
@@ -329,6 +343,20 @@ def test_what_the_driver_refuses_is_not_pinned(stand_in: StandIn, device: CudaDe
     assert stand_in.count(Count.REGISTRATIONS) == 0
     device.pin(host.ctypes.data, PAGE)
     device.unpin(host.ctypes.data)
+
+
+def test_what_the_driver_still_uses_stays_pinned(stand_in: StandIn, device: CudaDevice, hold_stream: Hold) -> None:
+    gpu, host = pattern(PAGE), pages(1)
+    device.pin(host.ctypes.data, PAGE)
+    stream = device.create_stream("store")
+    release = hold_stream(device, stream)
+    device.copy_batch(plan_of(Direction.STORE, [(gpu.ctypes.data, host.ctypes.data, PAGE)], gpu), stream)
+    with pytest.raises(DeviceError, match="cuMemHostUnregister failed"):
+        device.unpin(host.ctypes.data)
+    release()
+    finish(device, stream)
+    device.unpin(host.ctypes.data)
+    assert stand_in.count(Count.REGISTRATIONS) == 0
 
 
 def test_two_ranges_cannot_share_a_page(device: CudaDevice) -> None:
@@ -490,7 +518,11 @@ def test_on_a_gpu_the_compute_stream_is_required() -> None:
     class AnyTensors(HostDevice):
         tensor_kind = None
 
-    context = open_offloader([torch.zeros(4, 64, device="meta")], cpu_bytes=4096, device=AnyTensors())
+    tensor = torch.empty((4, 64), dtype=torch.int8, device="meta")
+    caches = CanonicalKVCaches(
+        (CanonicalKVCacheTensor(tensor, 64),), ((CanonicalKVCacheRef(0, 64),),), (KVGroup(block_tokens=16, layers=[0]),)
+    )
+    context = open_offloader(caches, cpu_bytes=4096, device=AnyTensors())
     with (
         pytest.raises(ConfigurationError, match=r"KV caches on meta need compute_stream, such as torch\.cuda"),
         context,
