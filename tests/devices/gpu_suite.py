@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,11 +11,11 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from aiokvoffload import CanonicalKVCaches, KVGroup, Offloader, SyncOffloader, open_offloader
 from aiokvoffload.devices.base import CopyPlan, Device, Direction, Stream
 from aiokvoffload.devices.cuda import CudaDevice
-from aiokvoffload.memory.pinned import PinnedMemory
 from aiokvoffload.testing.asserts import assert_idle
 
 BLOCKS = 32
@@ -228,27 +229,30 @@ def bandwidths(device: CudaDevice, gpu_address: int, total_bytes: int, sizes: Se
         total_bytes: Bytes of each measurement.
         sizes: Bytes per copy.
     """
-    memory = PinnedMemory(2, total_bytes, device)
+    host: NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, 2 * total_bytes), np.uint8)
+    device.pin(host.ctypes.data, host.nbytes)
     stream = device.create_stream("bandwidth")
     found = []
     for direction in Direction:
-        contiguous = _seconds(device, stream, _scattered(gpu_address, memory, direction, total_bytes, total_bytes))
+        contiguous = _seconds(device, stream, _scattered(gpu_address, host, direction, total_bytes, total_bytes))
         for size in sizes:
-            seconds = _seconds(device, stream, _scattered(gpu_address, memory, direction, total_bytes, size))
+            seconds = _seconds(device, stream, _scattered(gpu_address, host, direction, total_bytes, size))
             found.append(Bandwidth(direction, size, total_bytes / seconds / 1e9, contiguous / seconds))
-    memory.close()
+    device.unpin(host.ctypes.data)
     return found
 
 
-def _scattered(gpu_address: int, memory: PinnedMemory, direction: Direction, total_bytes: int, size: int) -> CopyPlan:
+def _scattered(
+    gpu_address: int, host: NDArray[np.uint8], direction: Direction, total_bytes: int, size: int
+) -> CopyPlan:
     """Return copies between every second page of both sides, in random order."""
     count = total_bytes // size
     ends = [
         address + np.random.default_rng(seed).permutation(count) * 2 * size
-        for seed, address in enumerate((gpu_address, memory.address))
+        for seed, address in enumerate((gpu_address, host.ctypes.data))
     ]
     sources, destinations = ends if direction is Direction.STORE else reversed(ends)
-    return CopyPlan(sources, destinations, np.full(count, size, np.int64), direction, (memory.buffer,))
+    return CopyPlan(sources, destinations, np.full(count, size, np.int64), direction, (host,))
 
 
 def _seconds(device: Device, stream: Stream, plan: CopyPlan) -> float:
