@@ -40,16 +40,17 @@ class ByteRanges:
     def cut(self, plan: CopyPlan) -> CopyPlan:
         """Return `plan` with every copy cut where its host side crosses the edge of a range."""
         host = host_side(plan)
-        first = np.searchsorted(self._edges, host, side="right")
-        piece_counts = np.searchsorted(self._edges, host + plan.byte_counts) - first + 1
-        if not len(host) or int(piece_counts.max()) == 1:
+        ends = host + plan.byte_counts
+        if not len(host) or not self._edges_between(host.min(), ends.max()):  # as when all slots lie in one range
             return plan
+        first = np.searchsorted(self._edges, host, side="right")
+        piece_counts = np.searchsorted(self._edges, ends) - first + 1
         owner = np.repeat(np.arange(len(host)), piece_counts)
         position = np.arange(len(owner)) - np.repeat(np.cumsum(piece_counts) - piece_counts, piece_counts)
         edges = np.append(self._edges, 0)  # what stands beyond the last edge is not used
         cut_before = np.where(position == 0, host[owner], edges[first[owner] + position - 1])
         is_last = position == piece_counts[owner] - 1
-        cut_after = np.where(is_last, (host + plan.byte_counts)[owner], edges[first[owner] + position])
+        cut_after = np.where(is_last, ends[owner], edges[first[owner] + position])
         offset = cut_before - host[owner]
         return replace(
             plan,
@@ -57,6 +58,9 @@ class ByteRanges:
             destinations=plan.destinations[owner] + offset,
             byte_counts=cut_after - cut_before,
         )
+
+    def _edges_between(self, start: np.int64, end: np.int64) -> int:
+        return int(np.searchsorted(self._edges, end) - np.searchsorted(self._edges, start, side="right"))
 
 
 def host_side(plan: CopyPlan) -> NDArray[np.int64]:

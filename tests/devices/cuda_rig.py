@@ -30,7 +30,7 @@ def build_stand_in(directory: Path, *options: str) -> Path:
     if compiler is None:
         pytest.skip("there is no C compiler (cc) to build the stand-in driver with")
     library = directory / "libstandin_cuda.so"
-    flags = ["-std=gnu11", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-pthread"]
+    flags = ["-std=gnu11", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread"]
     command = [compiler, *flags, *options, str(SOURCE), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -67,7 +67,7 @@ def test_the_batched_copy_has_the_form_of_cuda_12_8() -> None:
 
 def test_the_stand_in_is_declared_as_nvidias_header_declares_the_driver(tmp_path: Path) -> None:
     cuda_header()
-    build_stand_in(tmp_path, "-DSTANDIN_NVIDIA_HEADER", f"-I{NVIDIA_HEADERS}")
+    build_stand_in(tmp_path, "-Werror", "-DSTANDIN_NVIDIA_HEADER", f"-I{NVIDIA_HEADERS}")
 
 
 def test_copy_attributes_are_laid_out_as_in_c() -> None:
