@@ -147,6 +147,7 @@ def test_trials_that_are_not_over_in_time_keep_their_memory(
     assert "not over after" in caplog.text
     assert stand_in.count(Count.REGISTRATIONS) == 1
     releases[0]()
+    assert device._drain(PATIENCE_SECONDS)
     device.close()
     assert stand_in.count(Count.REGISTRATIONS) == 0
 

@@ -81,10 +81,23 @@ class WaitsForNothing(StandInGpu):
         """Do not wait."""
 
 
+class LateGpu(SimulatedGpu):
+    """A GPU whose kernels begin once all copies are over, which they are if nothing waits."""
+
+    def launch_late(self, work: Callable[[], object]) -> Callable[[], None]:
+        end = super().launch_late(work)
+
+        def wait_for_copies() -> None:
+            assert self.device._drain(PATIENCE_SECONDS)
+            end()
+
+        return wait_for_copies
+
+
 @pytest.mark.parametrize("test", ["store_takes", "load_overwrites"])
 def test_a_forgotten_wait_is_found(stand_in: StandIn, test: str) -> None:
     device = WaitsForNothing(stand_in)
-    gpu = SimulatedGpu(device)
+    gpu = LateGpu(device)
     layer = torch.zeros((32, 16 * 1024), dtype=torch.uint8)
     suite = TestOnTheStandIn()
     found = {
