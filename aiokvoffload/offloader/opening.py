@@ -129,7 +129,7 @@ def open_offloader(
         recompute_tokens_per_second: How fast the engine computes what is not loaded; a tier that is slower is not read.
         device: Name or instance; by default the one that the tensors are on. A given instance is not closed.
         compute_stream: The engine's: transfers wait for what is on it when they are asked for, and `fence` holds it
-            back. Without one the engine's work counts as done when it calls, as it is on a CPU.
+            back. Required on a GPU; on a CPU, without one the engine's work counts as done when it calls.
         streams_per_direction: Streams that copies of one direction are spread over.
         in_flight_bytes: How much may be with the device at a time; what is over that waits in the queue.
         deadlines: How long anything may take.

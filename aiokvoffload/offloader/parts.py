@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from aiokvoffload.clock import Clock
-from aiokvoffload.devices.base import DEVICES, Device, Stream, device_for_tensors
+from aiokvoffload.devices.base import DEVICES, Device, Stream, check_copies, device_for_tensors
 from aiokvoffload.errors import ConfigurationError
 from aiokvoffload.keys import CacheIdentity
 from aiokvoffload.kv_caches import CanonicalKVCaches
@@ -125,8 +125,19 @@ def build_parts(
         if isinstance(device, Device):
             used_device = device
         else:
-            used_device = device_for_tensors(kv_caches.device.type) if device is None else DEVICES.resolve(device)()
+            tensors = kv_caches.device
+            used_device = (
+                device_for_tensors(tensors.type, tensors.index)
+                if device is None
+                else DEVICES.resolve(device).for_tensors(tensors.index)
+            )
             stack.callback(used_device.close)
+        check_copies(used_device, kv_caches.device)
+        if compute_stream is None and kv_caches.device.type != "cpu":
+            raise ConfigurationError(
+                f"KV caches on {kv_caches.device} need compute_stream, such as torch.cuda.current_stream(): without it "
+                "copies would not wait for the engine's kernels"
+            )
         stream = None if compute_stream is None else used_device.adopt_stream(compute_stream)
         memory, worker = build_worker(
             layout,
