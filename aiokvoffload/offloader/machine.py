@@ -385,7 +385,7 @@ class OffloaderMachine:
         stream = self._parts.compute_stream
         if stream is None:
             raise StateError("no compute stream was named when the offloader was opened; await the handle instead")
-        for event in transfer.end_events():
+        for event in self._worker.end_events(transfer):
             self._device.wait_event(stream, event)
 
     def withdraw(self, transfer: Transfer) -> bool:

@@ -75,14 +75,13 @@ def test_a_demotion_is_stored_and_its_deepest_block_leaves_first(policy: str) ->
 
 def test_a_demotion_has_a_tick_of_its_own() -> None:
     """Later than every access before it, and earlier than those after it."""
-    manager = CPUOffloadingManager(4)
+    manager = CPUOffloadingManager(5)
     ctx = ReqContext("1")
     store(manager, make_keys(1), ctx)
     demote(manager, make_keys(2))
-    demote(manager, make_keys(3))
-    manager.touch(make_keys(4), ctx)
-    store(manager, make_keys(4), ctx)
-    assert [store(manager, make_keys(number))[0] for number in (5, 6, 7, 8)] == make_keys(1, 4, 2, 3)
+    demote(manager, make_keys(3, 4))
+    store(manager, make_keys(5), ctx)
+    assert [store(manager, make_keys(number))[0] for number in range(6, 11)] == make_keys(1, 5, 2, 4, 3)
 
 
 def test_a_demotion_is_no_access_of_its_request() -> None:
