@@ -48,7 +48,6 @@ class Replay:
         self._gpu = SimulatedGpu(options, block_count, self._device)
         self._cache = PrefixCache(block_count, is_caching=options.gpu_blocks is not None)
         self._pool = BlockPool(self._cache)
-        self._demotions: set[TransferHandle] = set()
         self._corruption = Corruption(options.corrupt, options.seed)
         self._load_waits = DurationHistogram()
         self._looked_up = self._hits = self._gpu_hits = 0
@@ -80,8 +79,6 @@ class Replay:
                 async with meter, anyio.create_task_group() as tasks:
                     for _ in range(options.concurrency):
                         tasks.start_soon(self._serve, offloader, arrivals, advance)
-            for handle in list(self._demotions):
-                await handle
             self._device.synchronize(self._device.record(self._gpu.compute_stream), offloader.deadlines.landing_seconds)
             statistics = offloader.statistics()
         self._device.close()
@@ -130,7 +127,7 @@ class Replay:
         hit_count = grant.hit_count
         asked = self._clock.now()
         with offloader.prepare_load(keys, ctx, resident_tokens=hit_count * TRACE_BLOCK_TOKENS) as ticket:
-            self._demote(offloader, grant)  # after the ticket: what this request is about to load is pinned
+            demotion = self._demote(offloader, grant)  # what this request is about to load is pinned by now
             await ticket.ready()
             if ticket.result is LookupResult.HIT:
                 (size,), (first,) = ticket.group_sizes, ticket.block_indices
@@ -146,16 +143,18 @@ class Replay:
             first = hit_count // factor
             blocks = grant.blocks[first * factor : len(keys) * factor]
             await offloader.store_soon(keys[first:], blocks, ctx, first_block=first)
+        if demotion is not None:
+            await demotion
         self._pool.give_back(grant)
 
-    def _demote(self, offloader: Offloader, grant: Grant) -> None:
+    def _demote(self, offloader: Offloader, grant: Grant) -> TransferHandle | None:
         """Store what the GPU has given up for a request; its blocks can be written again behind the fence."""
-        if self._options.placement == "exclusive" and grant.given_up:
-            hashes, blocks = zip(*reversed(grant.given_up), strict=True)
-            handle = offloader.demote_soon(keys_of(hashes, 1), blocks)
-            handle.fence()
-            self._demotions.add(handle)
-            handle.on_idle(self._demotions.discard)
+        if self._options.placement == "inclusive" or not grant.given_up:
+            return None
+        hashes, blocks = zip(*reversed(grant.given_up), strict=True)
+        handle = offloader.demote_soon(keys_of(hashes, 1), blocks)
+        handle.fence()
+        return handle
 
 
 def _bandwidth(byte_count: int, seconds: float) -> float | None:
