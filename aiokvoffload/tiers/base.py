@@ -46,6 +46,7 @@ DEFAULT_TIMEOUT_SECONDS = 10.0
 DEFAULT_DRAIN_SECONDS = 5.0
 _LAST_CALL_SECONDS = 2.0
 _PAUSE_SECONDS = 0.0005
+_NO_USE = Use(None)
 
 Buffer = bytes | bytearray | memoryview
 """Anything else with the buffer protocol goes through `memoryview` first."""
@@ -156,7 +157,7 @@ class Tier(ABC):
 
     def start_contains(self, keys: Keys, *, deadline: float | None = None) -> TierCall:
         """Ask which blocks are there; promises nothing."""
-        return self._start(Operation.CONTAINS, keys, (), Use(), deadline, None)
+        return self._start(Operation.CONTAINS, keys, (), _NO_USE, deadline, None)
 
     def start_put(
         self,
@@ -174,7 +175,7 @@ class Tier(ABC):
             keys: The blocks.
             buffers: The bytes of each.
             deadline: On the tier's clock.
-            request_id: The request that uses them; its calls count as one use.
+            request_id: The request that uses them; its calls count as one use. None: this call is a use of its own.
             depths: Token position of each block's end.
             on_release: Called with the position of each block whose buffer is the caller's again.
 
@@ -200,11 +201,11 @@ class Tier(ABC):
             InvalidRequestError: Keys and buffers do not fit, or a buffer cannot be written.
         """
         views = _views(keys, buffers, is_written=True)
-        return self._start(Operation.GET_INTO, keys, views, Use(), deadline, on_release)
+        return self._start(Operation.GET_INTO, keys, views, _NO_USE, deadline, on_release)
 
     def start_delete(self, keys: Keys, *, deadline: float | None = None) -> TierCall:
         """Remove blocks."""
-        return self._start(Operation.DELETE, keys, (), Use(), deadline, None)
+        return self._start(Operation.DELETE, keys, (), _NO_USE, deadline, None)
 
     def start_touch(
         self,
@@ -416,7 +417,7 @@ class Tier(ABC):
             self._desk.withdraw(call, Reason.CLOSED)
             self.abandon(call)
         deadline = self.clock.now() + _LAST_CALL_SECONDS
-        last_call = self._make_call(Operation.CLOSE, (), (), Use(), deadline, None)
+        last_call = self._make_call(Operation.CLOSE, (), (), _NO_USE, deadline, None)
         self._desk.post(last_call)
         self._stop()
         return last_call
@@ -469,7 +470,7 @@ def common_options(options: OptionReader) -> tuple[float, BreakerLimits]:
 def _use(keys: Keys, request_id: str | None, depths: Sequence[int] | None) -> Use:
     if depths is not None and len(depths) != len(keys):
         raise InvalidRequestError(f"there are {len(depths)} depths for {len(keys)} keys; give one for each")
-    return Use(request_id, depths)
+    return Use(object() if request_id is None else request_id, depths)
 
 
 def _views(keys: Keys, buffers: Sequence[Buffer], *, is_written: bool) -> list[memoryview]:
