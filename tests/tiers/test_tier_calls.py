@@ -346,3 +346,18 @@ def test_a_tier_may_be_used_in_one_loop_after_the_other(rig: Rig) -> None:
     for backend in ("asyncio", "trio", "asyncio"):
         anyio.run(work, backend=backend)
     assert rig.tier.statistics().lookups == 3
+
+
+def test_a_bell_that_nobody_heard_rings_again_for_who_comes_late(rig: Rig) -> None:
+    call = rig.put(1)
+    rig.tier.begin_work()
+    rig.tier._land(call, [0], [miss(Reason.ABSENT)])
+    heard: list[str] = []
+    silence = rig.tier.add_doorbell(lambda: heard.append("late"))
+    assert heard == ["late"]
+    rig.tier.poll()
+    assert call.is_answered
+    silence()
+    rig.put(1)
+    rig.tier.land()
+    assert heard == ["late"]
