@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import anyio
 import pytest
@@ -361,3 +363,32 @@ def test_a_bell_that_nobody_heard_rings_again_for_who_comes_late(rig: Rig) -> No
     rig.put(1)
     rig.tier.land()
     assert heard == ["late"]
+
+
+class HastyClock(ManualClock):
+    """Ends the first wait before its deadline, as the timer of an event loop may by a moment."""
+
+    def __init__(self) -> None:
+        super().__init__(1000.0)
+        self.wait_count = 0
+
+    @contextmanager
+    def cancel_at(self, deadline: float | None) -> Iterator[anyio.CancelScope]:
+        self.wait_count += 1
+        if self.wait_count > 1 and deadline is not None:
+            self.advance(deadline - self.now())
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            yield scope
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_timer_that_is_early_loses_no_answer(backend: str) -> None:
+    clock = HastyClock()
+    tier = ManualTier(IDENTITY, block_bytes=100, clock=clock)
+
+    async def work() -> None:
+        assert reasons(await tier.contains(make_keys(1, 2), deadline=1001.0)) == [Reason.DEADLINE] * 2
+
+    anyio.run(work, backend=backend)
+    assert clock.wait_count == 2
