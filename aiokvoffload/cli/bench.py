@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import anyio
 
 from aiokvoffload.cli.bench_manager import ManagerCost, measure_manager
+from aiokvoffload.cli.bench_tier import add_tier_bench, run_tier_bench
 from aiokvoffload.errors import ConfigurationError
 
 DEFAULT_SIZES = (10_000, 100_000, 1_000_000)
@@ -25,7 +26,13 @@ def run_bench(arguments: Sequence[str]) -> int:
     manager.add_argument("--batch", metavar="N", type=_positive, default=128, help="keys of a call (default 128)")
     manager.add_argument("--calls", metavar="N", type=_positive, default=300, help="calls of each (default 300)")
     manager.add_argument("--json", action="store_true", help="print one JSON object per policy and size")
+    add_tier_bench(commands.add_parser("tier", help="a tier beside plain files", allow_abbrev=False))
     options = parser.parse_args(arguments)
+    if options.command == "tier":
+        try:
+            return run_tier_bench(options)
+        except (ConfigurationError, OSError) as exc:
+            parser.error(str(exc))
     if min(options.blocks) < 4 * options.batch:
         parser.error(f"--blocks must be at least four batches, {4 * options.batch}")
     try:
