@@ -196,6 +196,7 @@ class CPUOffloadingSpec(OffloadingSpec):
                 )
             memory, worker = build_worker(layout, self.block_count, device, self.clock)
             parts.callback(memory.close)
+            memory.prepare()
             self.device, self.memory = device, memory
             self.parts.callback(parts.pop_all().close)
         return worker

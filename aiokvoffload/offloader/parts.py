@@ -38,6 +38,12 @@ class Parts:
     deadlines: Deadlines
     hub: EventHub = field(default_factory=EventHub)
 
+    def discard(self) -> None:
+        """Give everything back before an offloader was made of it."""
+        self.memory.close()
+        if self.is_own_device:
+            self.device.close()
+
 
 def build_parts(
     kv_caches: CanonicalKVCaches,
@@ -53,8 +59,9 @@ def build_parts(
     clock: Clock,
     streams_per_direction: int = STREAMS_PER_DIRECTION,
     in_flight_bytes: int = IN_FLIGHT_BYTES,
+    numa_node: int | None = None,
 ) -> Parts:
-    """Build what an offloader is made of; arguments as in `open_offloader`."""
+    """Build what an offloader is made of, its memory not yet prepared; arguments as in `open_offloader`."""
     if streams_per_direction < 1 or in_flight_bytes < 1:
         raise ConfigurationError(
             f"streams_per_direction is {streams_per_direction} and in_flight_bytes {in_flight_bytes}; "
@@ -93,6 +100,7 @@ def build_parts(
             landing_seconds=deadlines.landing_seconds,
             streams_per_direction=streams_per_direction,
             in_flight_bytes=in_flight_bytes,
+            numa_node=numa_node,
         )
         stack.pop_all()
     return Parts(
