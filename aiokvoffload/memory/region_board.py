@@ -12,21 +12,31 @@ from enum import IntEnum
 from aiokvoffload.errors import ConfigurationError
 from aiokvoffload.memory.region_shape import RegionShape
 
-_HEADER = struct.Struct("<12sQQIII")
-_FORMAT = b"aiokvoffload"  # changes with the layout of the region
+_HEADER = struct.Struct("<16sQQIII")
+_FORMAT = b"aiokvoffload  1\n"  # changes with the layout of the region
 HEADER_BYTES = _HEADER.size
 _NAME_IS_GONE = HEADER_BYTES
 _FIRST_STATE = _NAME_IS_GONE + 1
 
 
 class ProcessState(IntEnum):
-    """How far a process is."""
+    """How far a process is.
+
+    Attributes:
+        ABSENT: It has not joined.
+        MAPPED: It has joined.
+        PAGEABLE: It is ready, and could not pin the memory.
+        PINNED: It is ready.
+        FAILED: It will never be ready.
+        GAVE_UP: Nor will it, because another has failed.
+    """
 
     ABSENT = 0
     MAPPED = 1
     PAGEABLE = 2
     PINNED = 3
     FAILED = 4
+    GAVE_UP = 5
 
     @property
     def is_ready(self) -> bool:

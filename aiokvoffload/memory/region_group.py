@@ -36,9 +36,9 @@ class RegionGroup:
         free_bytes: Says how much room a file system has.
 
     Raises:
-        ConfigurationError: There is no room, the processes disagree about the shape, the rank is taken, or something
-            else of that name is in the way.
-        StateError: The file of a dead engine could not be removed in time.
+        ConfigurationError: There is no room, the processes disagree about the shape, or something else of that name
+            is in the way.
+        StateError: The rank stays taken, or the file of a dead engine in the way.
     """
 
     def __init__(
@@ -61,15 +61,7 @@ class RegionGroup:
         self._join_seconds = join_seconds
         self._join_deadline = clock.now() + join_seconds
         self._prepare_seconds = prepare_seconds
-        self._file = self._connect()
-        try:
-            page = mmap.mmap(self._file.descriptor, PAGE_BYTES, offset=shape.board_offset)
-            self._board = RegionBoard(page, shape.process_count, self._number)
-            if self._board.own_state is not ProcessState.ABSENT:
-                raise self._place_is_taken()
-        except BaseException:
-            self._file.close()
-            raise
+        self._file, self._board = self._connect()
         # A file that nobody leaves would keep its name, and its memory, until the next engine sweeps it.
         self.leave = weakref.finalize(self, _leave, self._file, self._board, os.getpid())
         """Let go of the file; idempotent."""
@@ -100,7 +92,8 @@ class RegionGroup:
 
     def fail(self) -> None:
         """Say that this process will never be ready, and let go of the file."""
-        self._board.say(ProcessState.FAILED)
+        # The error of one that only gave up explains nothing.
+        self._board.say(ProcessState.GAVE_UP if self._those(ProcessState.FAILED) else ProcessState.FAILED)
         self.leave()
 
     def gather(self, report: Report) -> None:
@@ -142,31 +135,45 @@ class RegionGroup:
         """
         os.posix_fallocate(self._file.descriptor, part.start, len(part))
 
-    def _connect(self) -> RegionFile:
-        """Create the file, or join it; a stale one is removed first."""
-        header = header_of(self._shape)
+    def _connect(self) -> tuple[RegionFile, RegionBoard]:
+        """Create the file, or join it; what is left of a dead engine is removed first.
+
+        Some processes of an engine that was killed may still wait for the others. They find out soon, and go.
+        """
         while True:
             file = RegionFile.find(self._path)
             if file is None:
                 sweep_stale_files(self._path.parent)
                 self._check_room()
-                file = RegionFile.make(self._path, self._shape.file_bytes, header)
-            elif not file.has_living_maker():
-                file.sweep()
-                file.close()
-                file = None
+                file = RegionFile.make(self._path, self._shape.file_bytes, header_of(self._shape))
             if file is not None:
                 try:
-                    check_header(file.read_tail(HEADER_BYTES), self._shape)
-                    if not file.take_place(self._number):
-                        raise self._place_is_taken()
+                    if (board := self._join(file)) is not None:
+                        return file, board
                 except BaseException:
                     file.close()
                     raise
-                return file
+                file.close()
             if self._clock.now() >= self._join_deadline:
-                raise StateError(f"{self._path}, left by a dead engine, could not be removed in time; remove it")
+                name = self._name_of(self._number)
+                raise StateError(
+                    f"{self._path.name} had no place for {name} within {self._join_seconds:g} s: "
+                    f"it has one, or a dead engine has left it; use another engine_id, or remove {self._path}"
+                )
             self._clock.pause(_FIRST_PAUSE_SECONDS)
+
+    def _join(self, file: RegionFile) -> RegionBoard | None:
+        """Take this process's place; return None if there is none yet."""
+        if not file.is_maker and not file.has_living_maker():
+            file.sweep()
+            return None
+        check_header(file.read_tail(HEADER_BYTES), self._shape)
+        if not file.take_place(self._number):
+            return None
+        page = mmap.mmap(file.descriptor, PAGE_BYTES, offset=self._shape.board_offset)
+        board = RegionBoard(page, self._shape.process_count, self._number)
+        is_hopeless = _has_failed(board) or _dead_numbers(file, board, self._number)
+        return None if is_hopeless or board.own_state is not ProcessState.ABSENT else board
 
     def _check_room(self) -> None:
         free_bytes = self._free_bytes(self._path.parent)
@@ -193,14 +200,11 @@ class RegionGroup:
 
     def _check_others(self) -> None:
         """Refuse to go on with a process that has failed or died."""
+        if dead := _dead_numbers(self._file, self._board, self._number):
+            names = ", ".join(map(self._name_of, dead))
+            raise StateError(f"{self._path.name}: {names} has died; start the engine again")
         if failed := self._those(ProcessState.FAILED):
             raise StateError(f"{self._path.name}: {', '.join(failed)} has failed; look for an error there")
-        joined = [number for number, state in enumerate(self._board.states) if state is ProcessState.MAPPED]
-        gone = [number for number in joined if number != self._number and not self._file.has_process(number)]
-        # One that has become ready, or has failed, lets go of its place too, but says so before.
-        dead = [self._name_of(number) for number in gone if self._board.states[number] is ProcessState.MAPPED]
-        if dead:
-            raise StateError(f"{self._path.name}: {', '.join(dead)} has died; start the engine again")
 
     def _those(self, state: ProcessState) -> list[str]:
         return [self._name_of(number) for number, found in enumerate(self._board.states) if found is state]
@@ -208,15 +212,22 @@ class RegionGroup:
     def _name_of(self, number: int) -> str:
         return "the scheduler" if number == self._shape.world_size else f"rank {number}"
 
-    def _place_is_taken(self) -> ConfigurationError:
-        return ConfigurationError(
-            f"{self._path.name} has {self._name_of(self._number)} already; is another engine of that id starting?"
-        )
+
+def _has_failed(board: RegionBoard) -> bool:
+    return not {ProcessState.FAILED, ProcessState.GAVE_UP}.isdisjoint(board.states)
+
+
+def _dead_numbers(file: RegionFile, board: RegionBoard, own_number: int) -> list[int]:
+    """Return the processes that have died after they joined and before they were ready."""
+    joined = [number for number, state in enumerate(board.states) if state is ProcessState.MAPPED]
+    gone = [number for number in joined if number != own_number and not file.has_process(number)]
+    # One that has become ready, or has failed, lets go of its place too, but says so before.
+    return [number for number in gone if board.states[number] is ProcessState.MAPPED]
 
 
 def _leave(file: RegionFile, board: RegionBoard, process: int) -> None:
     if os.getpid() != process:
         return  # forked: file and place are the parent's
-    if not board.own_state.is_ready:
+    if board.own_state in (ProcessState.ABSENT, ProcessState.MAPPED):
         board.say(ProcessState.FAILED)
     file.close()

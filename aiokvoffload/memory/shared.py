@@ -64,9 +64,9 @@ class SharedOffloadRegion(HostMemory):
         free_bytes: Says how much room that has.
 
     Raises:
-        ConfigurationError: There is no room, the processes disagree about the shape, the rank is taken, or something
-            else of that name is in the way.
-        StateError: The file of a dead engine could not be removed in time.
+        ConfigurationError: There is no room, the processes disagree about the shape, or something else of that name
+            is in the way.
+        StateError: The rank stays taken, or the file of a dead engine in the way.
     """
 
     def __init__(

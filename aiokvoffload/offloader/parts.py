@@ -14,6 +14,8 @@ from aiokvoffload.managers.base import OffloadingManager
 from aiokvoffload.managers.cpu import CPUOffloadingManager
 from aiokvoffload.managers.reuse import with_reuse_filter
 from aiokvoffload.memory.base import HostMemory
+from aiokvoffload.memory.pinned import PinnedMemory
+from aiokvoffload.memory.preparation import PreparationOptions
 from aiokvoffload.offloader.deadlines import Deadlines
 from aiokvoffload.offloader.subscriptions import EventHub
 from aiokvoffload.policies.base import CachePolicy
@@ -92,15 +94,17 @@ def build_parts(
             used_device = device_for_tensors(kv_caches.device.type) if device is None else DEVICES.resolve(device)()
             stack.callback(used_device.close)
         stream = None if compute_stream is None else used_device.adopt_stream(compute_stream)
-        memory, worker = build_worker(
+        options = PreparationOptions(numa_node=numa_node)
+        memory = PinnedMemory(block_count, layout.slot_bytes, used_device, options=options)
+        stack.callback(memory.close)
+        worker = build_worker(
             layout,
-            block_count,
+            memory,
             used_device,
             clock,
             landing_seconds=deadlines.landing_seconds,
             streams_per_direction=streams_per_direction,
             in_flight_bytes=in_flight_bytes,
-            numa_node=numa_node,
         )
         stack.pop_all()
     return Parts(
