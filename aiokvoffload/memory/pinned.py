@@ -47,6 +47,7 @@ class PinnedMemory(HostMemory):
             mapping = mmap.mmap(-1, mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as exc:
             raise ConfigurationError(f"cannot map {self._byte_count} bytes of CPU memory: {exc}; use fewer") from exc
+        self._options.check_room(self._byte_count)
         # The arrays alone keep the mapping: it goes with the last of them.
         mapped: NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
         self._pages = range(mapped_bytes)

@@ -19,6 +19,7 @@ from aiokvoffload.devices.base import Device
 from aiokvoffload.errors import ClosedError, ConfigurationError, DeviceError, StateError
 from aiokvoffload.memory.base import PreparationProgress, PreparationStep, Report
 from aiokvoffload.memory.page_calls import PAGE_BYTES, PageCalls
+from aiokvoffload.memory.room import available_bytes
 
 _logger = logging.getLogger(__name__)
 
@@ -35,12 +36,14 @@ class PreparationOptions:
         thread_count: Threads that populate.
         numa_node: Where pages are taken from first; see `numa_node_of_pci_device`.
         page_calls: Asks the kernel.
+        available_bytes: Says how much memory there is to have, or None.
     """
 
     piece_bytes: int = 64 << 30
-    thread_count: int = field(default_factory=lambda: min(8, os.cpu_count() or 1))
+    thread_count: int = field(default_factory=lambda: min(8, len(os.sched_getaffinity(0))))
     numa_node: int | None = None
     page_calls: PageCalls = field(default_factory=PageCalls)
+    available_bytes: Callable[[], int | None] = available_bytes
 
     def __post_init__(self) -> None:
         if self.piece_bytes < 1 or self.thread_count < 1:
@@ -49,6 +52,19 @@ class PreparationOptions:
             )
         if self.numa_node is not None and self.numa_node < 0:
             raise ConfigurationError(f"numa_node is {self.numa_node}; nodes count from 0, None leaves it to the kernel")
+
+    def check_room(self, byte_count: int) -> None:
+        """Refuse to take more memory than there is, which would end in somebody being killed.
+
+        Raises:
+            ConfigurationError: There is less.
+        """
+        available = self.available_bytes()
+        if available is not None and available < byte_count:
+            raise ConfigurationError(
+                f"this machine, or its container, has {available} bytes of memory available, but {byte_count} are "
+                "needed; use less CPU memory"
+            )
 
 
 class Preparation:

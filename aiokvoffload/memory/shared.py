@@ -28,16 +28,11 @@ from aiokvoffload.memory.preparation import Preparation, PreparationOptions, row
 from aiokvoffload.memory.region_file import region_path
 from aiokvoffload.memory.region_group import RegionGroup
 from aiokvoffload.memory.region_shape import RegionShape
+from aiokvoffload.memory.room import free_bytes_of
 
 _logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  this is where shared memory is
-
-
-def free_bytes_of(directory: Path) -> int:
-    """Return how many bytes a file system has left for this user."""
-    status = os.statvfs(directory)
-    return status.f_bavail * status.f_frsize
 
 
 class SharedOffloadRegion(HostMemory):
@@ -97,6 +92,7 @@ class SharedOffloadRegion(HostMemory):
             # Drivers register whole pages, and none of them twice.
             raise ConfigurationError("registers_slices needs a worker, and at least a page between two of its slices")
         self._registers_slices = registers_slices
+        self._options.check_room(shape.byte_count)
         self._group = RegionGroup(
             region_path(directory, engine_id),
             shape,
