@@ -24,7 +24,7 @@ from aiokvoffload.errors import (
 )
 from aiokvoffload.memory.base import HostMemory, Report, ignore_progress
 from aiokvoffload.memory.page_calls import PAGE_BYTES
-from aiokvoffload.memory.preparation import Preparation, PreparationOptions, row_aligned_pieces
+from aiokvoffload.memory.preparation import Preparation, PreparationOptions, row_aligned_pieces, rows_per_piece
 from aiokvoffload.memory.region_file import region_path
 from aiokvoffload.memory.region_group import RegionGroup
 from aiokvoffload.memory.region_shape import RegionShape
@@ -123,6 +123,11 @@ class SharedOffloadRegion(HostMemory):
     def slot_stride_bytes(self) -> int:
         """Bytes of a row."""
         return self.shape.row_bytes
+
+    @property
+    def slots_per_piece(self) -> int:
+        """Slots that are registered together."""
+        return 1 if self._registers_slices else rows_per_piece(self.shape.row_bytes, self._options.piece_bytes)
 
     @property
     def address(self) -> int:

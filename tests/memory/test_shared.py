@@ -89,6 +89,7 @@ def test_slices_can_be_registered_alone(directory: Path) -> None:
     group = Group(directory, shape, registers_slices=True)
     assert group.prepare() == [None, None]
     for region, device in zip(group.regions, group.devices, strict=True):
+        assert region.slots_per_piece == 1
         assert device.pinned == {
             region.address + slot * shape.row_bytes: shape.slice_bytes for slot in range(shape.block_count)
         }
