@@ -6,9 +6,10 @@ import hashlib
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from aiokvoffload.errors import ConfigurationError
-from aiokvoffload.event_loops import running_loop, soon_in_running_loop
+from aiokvoffload.event_loops import caller_from_threads, running_loop
 from aiokvoffload.keys import GROUP_INDEX_BYTES, OffloadKey
 from aiokvoffload.managers.base import Keys, ManagerStatistics, OffloadingManager, WhenFull
 from aiokvoffload.managers.cascade import Cascade
@@ -322,7 +323,7 @@ class TieredOffloadingManager(OffloadingManager):
             self._loop = loop
             for silence in self._silence:
                 silence()
-            self._silence = [self.add_doorbell(soon_in_running_loop(self.poll_nowait))]
+            self._silence = [self.add_doorbell(partial(caller_from_threads(), self.poll_nowait))]
 
     def _tier_key(self, key: OffloadKey) -> OffloadKey:
         """Return what a block is called in the tiers: its key, or after a weight update a name of this epoch."""

@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import anyio
@@ -26,7 +27,7 @@ from anyio.lowlevel import checkpoint_if_cancelled
 
 from aiokvoffload.clock import Clock, SystemClock
 from aiokvoffload.errors import ConfigurationError
-from aiokvoffload.event_loops import running_loop, soon_in_running_loop
+from aiokvoffload.event_loops import caller_from_threads, running_loop
 from aiokvoffload.keys import CacheIdentity
 from aiokvoffload.ownership import Owner
 from aiokvoffload.registry import Registry
@@ -435,7 +436,7 @@ class Tier(ABC):
             self._loop = loop
             if self._silence is not None:
                 self._silence()
-            self._silence = self._desk.doorbell.add(soon_in_running_loop(self.poll))
+            self._silence = self._desk.doorbell.add(partial(caller_from_threads(), self.poll))
 
 
 TIERS: Registry[Tier] = Registry(
