@@ -14,6 +14,7 @@ from aiokvoffload.cli.options import (
     DEFAULT_CPU_BLOCKS,
     DEFAULT_SWEEP_PERCENTS,
     WORD_BYTES,
+    CascadeWait,
     ReplayOptions,
     SweepOptions,
     block_bytes,
@@ -116,6 +117,19 @@ def _add_replay_options(parser: argparse.ArgumentParser) -> None:
         "and loading takes them along; needs --gpu-blocks (default %(default)s)",
     )
     cache.add_argument(
+        "--tier",
+        metavar="URL",
+        action="append",
+        help="a tier below CPU memory, such as file:///var/cache/kv?capacity=10GiB; may be given several times, the "
+        "fastest first",
+    )
+    cache.add_argument(
+        "--cascade",
+        choices=get_args(CascadeWait),
+        default=_DEFAULTS.cascade,
+        help="whether a request waits until its blocks are written to the tiers (default %(default)s)",
+    )
+    cache.add_argument(
         "--page-bytes",
         metavar="N",
         type=_integer(WORD_BYTES, multiple_of=WORD_BYTES),
@@ -162,6 +176,16 @@ def _add_replay_options(parser: argparse.ArgumentParser) -> None:
         "--plot", metavar="FILE", type=Path, help="draw the curves of the sweep, such as into curves.png"
     )
     run = parser.add_argument_group("run")
+    run.add_argument(
+        "--restart-after", metavar="N", type=_integer(1), help="close everything after N requests, and open it again"
+    )
+    run.add_argument(
+        "--engines",
+        metavar="N",
+        type=_integer(1),
+        default=_DEFAULTS.engines,
+        help="engines in processes of their own that share the requests and the tiers (default %(default)s)",
+    )
     run.add_argument(
         "--corrupt",
         metavar="N",
@@ -218,6 +242,10 @@ def _replay_options(parser: argparse.ArgumentParser, found: argparse.Namespace) 
             cpu_blocks=cpu_blocks,
             gpu_blocks=found.gpu_blocks,
             placement=found.placement,
+            tiers=tuple(found.tier or ()),
+            cascade=found.cascade,
+            restart_after=found.restart_after,
+            engines=found.engines,
             page_bytes=found.page_bytes,
             layers=found.layers,
             block_size_factor=found.block_size_factor,

@@ -11,6 +11,7 @@ from aiokvoffload.errors import ConfigurationError
 from aiokvoffload.specs import Placement, check_placement
 
 Backend = Literal["asyncio", "trio"]
+CascadeWait = Literal["background", "wait"]
 
 WORD_BYTES = 8
 DEFAULT_CPU_BLOCKS = 1024
@@ -55,6 +56,10 @@ class ReplayOptions:
         cpu_blocks: Offloaded blocks that CPU memory holds.
         gpu_blocks: Blocks of the GPU level, a prefix cache; None is no such level: each request finds the GPU empty.
         placement: Whether CPU memory also holds what the GPU level holds.
+        tiers: URLs of tiers below CPU memory, the fastest first.
+        cascade: Whether a request ends only when its blocks are written to the tiers.
+        restart_after: Close everything after so many requests, and open it again.
+        engines: Engines that share the requests and the tiers, each in a process of its own.
         page_bytes: Bytes of a GPU block in one layer.
         layers: Layers of the KV cache.
         block_size_factor: GPU blocks per offloaded block.
@@ -78,6 +83,10 @@ class ReplayOptions:
     cpu_blocks: int = DEFAULT_CPU_BLOCKS
     gpu_blocks: int | None = None
     placement: Placement = "inclusive"
+    tiers: tuple[str, ...] = ()
+    cascade: CascadeWait = "background"
+    restart_after: int | None = None
+    engines: int = 1
     page_bytes: int = 1024
     layers: int = 4
     block_size_factor: int = 1
@@ -94,7 +103,16 @@ class ReplayOptions:
     def __post_init__(self) -> None:
         if not self.policy.strip():
             raise ConfigurationError("policy is empty; name an eviction policy, such as lru")
-        for name in ("limit", "cpu_blocks", "gpu_blocks", "layers", "block_size_factor", "concurrency"):
+        for name in (
+            "limit",
+            "cpu_blocks",
+            "gpu_blocks",
+            "layers",
+            "block_size_factor",
+            "concurrency",
+            "restart_after",
+            "engines",
+        ):
             _require(name, getattr(self, name), at_least=1)
         for name in ("store_threshold", "seed", "corrupt"):
             _require(name, getattr(self, name), at_least=0)
@@ -111,6 +129,10 @@ class ReplayOptions:
             )
         if self.corrupt and not self.with_data:
             raise ConfigurationError("without data there are no bytes to corrupt")
+        if self.tiers and not self.with_data:
+            raise ConfigurationError("without data there is nothing to put into a tier")
+        if not self.tiers and (self.cascade == "wait" or self.engines > 1):
+            raise ConfigurationError("cascade and engines are about tiers; give --tier")
         if self.sweep is not None and self.with_data:
             raise ConfigurationError("a sweep moves no bytes; replay without data")
         if self.sweep is not None and self.gpu_blocks is not None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial, reduce
+from multiprocessing import get_context
 
 import anyio
 
 from aiokvoffload.cli.gpu import BlockPool, Corruption, SimulatedGpu
 from aiokvoffload.cli.options import ReplayOptions, require_room
 from aiokvoffload.cli.prefix_cache import Grant, PrefixCache
-from aiokvoffload.cli.report import GpuLevelReport, ReplayReport, progress
+from aiokvoffload.cli.report import GpuLevelReport, ReplayReport, TierReport, progress
 from aiokvoffload.cli.requests import gpu_hashes_of, keys_of, requests_of
 from aiokvoffload.cli.stall import DurationHistogram, LoopStallMeter
 from aiokvoffload.cli.trace import TRACE_BLOCK_TOKENS, TraceRequest
 from aiokvoffload.clock import SystemClock
 from aiokvoffload.devices.base import SimulatedDevice
 from aiokvoffload.devices.host import HostDevice
+from aiokvoffload.keys import CacheIdentity
 from aiokvoffload.kv_caches import CanonicalKVCaches
 from aiokvoffload.offloader import Offloader, TransferHandle, open_offloader
 from aiokvoffload.specs import LookupResult, ReqContext
@@ -64,9 +69,11 @@ class Replay:
             caches,
             cpu_bytes=options.cpu_bytes,
             block_size_factor=options.block_size_factor,
+            identity=CacheIdentity(model="aiokvoffload replay"),
             policy=options.policy,
             placement=options.placement,
             store_threshold=options.store_threshold,
+            tiers=options.tiers,
             device=self._device,
             compute_stream=self._gpu.compute_stream,
             clock=self._clock,
@@ -83,6 +90,7 @@ class Replay:
                     for _ in range(options.concurrency):
                         tasks.start_soon(self._serve, offloader, arrivals, advance)
             self._device.synchronize(self._device.record(self._gpu.compute_stream), offloader.deadlines.landing_seconds)
+            await offloader.wait_written()
             statistics = offloader.statistics()
         self._device.close()
         return ReplayReport(
@@ -107,6 +115,7 @@ class Replay:
             left_pinned=statistics.manager.pinned,
             left_leased=statistics.manager.writing + statistics.manager.leased_without_key,
             seconds=self._clock.now() - started,
+            tiers=tuple(map(TierReport.of, statistics.tiers)),
         )
 
     async def _serve(
@@ -149,6 +158,8 @@ class Replay:
         if demotion is not None:
             await demotion
         self._pool.give_back(grant)
+        if self._options.cascade == "wait":
+            await offloader.wait_written()
 
     def _demote(self, offloader: Offloader, grant: Grant) -> TransferHandle | None:
         """Store what the GPU has given up for a request; its blocks can be written again behind the fence."""
@@ -165,15 +176,29 @@ def _bandwidth(byte_count: int, seconds: float) -> float | None:
 
 
 def replay(options: ReplayOptions) -> ReplayReport:
-    """Replay requests with bytes, in an event loop of its own.
+    """Replay requests with bytes, in an event loop of its own; several engines each in a process of their own.
 
     Raises:
         TraceError: The trace cannot be read.
         ConfigurationError: The policy is unknown, or a request needs more GPU blocks than there are.
     """
     requests = requests_of(options)
+    if options.engines == 1:
+        return _replay(options, requests)
+    shares = [requests[engine :: options.engines] for engine in range(options.engines)]
+    with ProcessPoolExecutor(options.engines, mp_context=get_context("spawn")) as processes:
+        return reduce(ReplayReport.joined, processes.map(partial(_replay, options), shares))
+
+
+def _replay(options: ReplayOptions, requests: Sequence[TraceRequest]) -> ReplayReport:
+    """Replay requests in one engine, which may be closed and opened again on the way."""
+    first = options.restart_after or len(requests)
 
     async def main() -> ReplayReport:
-        return await Replay(options, requests).run()
+        report = await Replay(options, requests[:first]).run()
+        if rest := requests[first:]:
+            later = await Replay(options, rest).run()
+            report = replace(report.joined(later), seconds=report.seconds + later.seconds)
+        return report
 
     return anyio.run(main, backend=options.backend)

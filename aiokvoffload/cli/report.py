@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Protocol, Self, TextIO
 
 from aiokvoffload.cli.options import ReplayOptions
+from aiokvoffload.managers.tier_plan import TierUseStatistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,58 @@ class GpuLevelReport:
         if options.gpu_blocks is None:
             return None
         return cls(placement=options.placement, gpu_blocks=options.gpu_blocks, gpu_blocks_hit=gpu_blocks_hit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierReport:
+    """What one tier has done in a replay; blocks, and times of its calls."""
+
+    url: str
+    lookups: int
+    hits: int
+    bytes_read: int
+    bytes_written: int
+    misses_by_reason: dict[str, int]
+    breaker: str
+    p50_ms: float
+    p99_ms: float
+
+    @classmethod
+    def of(cls, use: TierUseStatistics) -> Self:
+        """Return the report of a tier."""
+        tier = use.tier
+        return cls(
+            url=tier.url,
+            lookups=tier.lookups,
+            hits=tier.hits,
+            bytes_read=tier.bytes_read,
+            bytes_written=tier.bytes_written,
+            misses_by_reason=dict(tier.misses_by_reason),
+            breaker=tier.breaker.value,
+            p50_ms=tier.p50_ms,
+            p99_ms=tier.p99_ms,
+        )
+
+    def joined(self, other: Self) -> Self:
+        """Return what this one and a later or another process's have done together; of times, the longer ones."""
+        return replace(
+            self,
+            lookups=self.lookups + other.lookups,
+            hits=self.hits + other.hits,
+            bytes_read=self.bytes_read + other.bytes_read,
+            bytes_written=self.bytes_written + other.bytes_written,
+            misses_by_reason=dict(Counter(self.misses_by_reason) + Counter(other.misses_by_reason)),
+            breaker=other.breaker,
+            p50_ms=max(self.p50_ms, other.p50_ms),
+            p99_ms=max(self.p99_ms, other.p99_ms),
+        )
+
+    def describe(self) -> str:
+        """Say it in one line."""
+        return (
+            f"{self.hits:,} of {self.lookups:,} found, {_bytes(self.bytes_read)} read, "
+            f"{_bytes(self.bytes_written)} written, breaker {self.breaker}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +114,7 @@ class ReplayReport:
         left_pinned: Blocks still pinned at the end, which is a fault.
         left_leased: Blocks that a copy might still touch at the end, which is a fault.
         seconds: Duration of the replay.
+        tiers: What each tier has done.
     """
 
     policy: str
@@ -83,6 +138,22 @@ class ReplayReport:
     left_pinned: int
     left_leased: int
     seconds: float
+    tiers: tuple[TierReport, ...] = ()
+
+    def joined(self, other: Self) -> Self:
+        """Return the figures of this replay and of another part of it; durations and rates are the larger ones."""
+        merged: dict[str, Any] = {}
+        for field in fields(self):
+            name, mine, others = field.name, getattr(self, field.name), getattr(other, field.name)
+            if name == "tiers":
+                merged[name] = tuple(a.joined(b) for a, b in zip(mine, others, strict=True))
+            elif name == "gpu_level" and mine is not None:
+                merged[name] = replace(mine, gpu_blocks_hit=mine.gpu_blocks_hit + others.gpu_blocks_hit)
+            elif name in ("policy", "cpu_blocks", "gpu_level") or others is None:
+                merged[name] = mine
+            else:
+                merged[name] = max(mine, others) if isinstance(mine, float) else mine + others
+        return type(self)(**merged)
 
     @property
     def hit_rate(self) -> float:
@@ -98,6 +169,8 @@ class ReplayReport:
         """Return every figure by its name, `hit_rate` after the two that it is made of, the GPU level's after that."""
         figures: dict[str, str | int | float | None] = {}
         for field in fields(self):
+            if field.name == "tiers":
+                continue
             if field.name == "gpu_level":
                 figures |= self._level_figures()
                 continue
@@ -121,7 +194,8 @@ class ReplayReport:
 
     def to_json(self) -> str:
         """Return all figures as one JSON object on one line."""
-        return json.dumps(self.figures(), allow_nan=False)
+        figures: dict[str, Any] = {**self.figures(), "tiers": [asdict(tier) for tier in self.tiers]}
+        return json.dumps(figures, allow_nan=False)
 
     def table_rows(self) -> list[tuple[str, str]]:
         """Return name and value of each figure that applies, as people read them."""
@@ -130,7 +204,7 @@ class ReplayReport:
             if value is not None:
                 label, wording = _WORDING[name]
                 rows.append((label, wording(value)))
-        return rows
+        return rows + [(tier.url, tier.describe()) for tier in self.tiers]
 
 
 FAULTS = ("mismatches", "order_violations", "left_pinned", "left_leased")
