@@ -194,7 +194,9 @@ class ReplayReport:
 
     def to_json(self) -> str:
         """Return all figures as one JSON object on one line."""
-        figures: dict[str, Any] = {**self.figures(), "tiers": [asdict(tier) for tier in self.tiers]}
+        figures: dict[str, Any] = self.figures()
+        if self.tiers:
+            figures["tiers"] = [asdict(tier) for tier in self.tiers]
         return json.dumps(figures, allow_nan=False)
 
     def table_rows(self) -> list[tuple[str, str]]:
