@@ -6,15 +6,15 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from aiokvoffload.cli.clairvoyant import clairvoyant_hits, next_uses
+from aiokvoffload.cli.figures import require_matplotlib, save_figure
 from aiokvoffload.cli.options import ReplayOptions, SweepOptions
 from aiokvoffload.cli.report import progress
 from aiokvoffload.cli.requests import gpu_hashes_of, keys_of, requests_of
 from aiokvoffload.cli.trace import TRACE_BLOCK_TOKENS
 from aiokvoffload.clock import SystemClock
-from aiokvoffload.errors import ConfigurationError
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.policies.base import POLICIES, Access
 from aiokvoffload.policies.metadata import MetadataCache
@@ -102,23 +102,7 @@ class SweepReport:
             panel.set_xlabel("capacity in % of distinct blocks")
             panel.set_ylabel("hit rate in %")
             panel.legend()
-        try:
-            figure.savefig(path)
-        except (OSError, ValueError) as exc:
-            raise ConfigurationError(f"the plot cannot be written to {path}: {exc}") from exc
-
-
-def require_matplotlib() -> Any:
-    """Return matplotlib's `Figure`.
-
-    Raises:
-        ConfigurationError: It is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as exc:
-        raise ConfigurationError("--plot needs matplotlib; install aiokvoffload[plot]") from exc
-    return Figure
+        save_figure(figure, path)
 
 
 def sweep(options: ReplayOptions) -> SweepReport:

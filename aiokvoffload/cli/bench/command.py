@@ -1,0 +1,168 @@
+"""`aiokvoffload bench`: its commands, their options, and what they print."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from aiokvoffload.cli.bench.machine import describe_machine
+from aiokvoffload.cli.bench.manager_plot import plot_managers
+from aiokvoffload.cli.bench.managers import ManagerFindings, measure_managers
+from aiokvoffload.cli.bench.page import check_page, write_sections
+from aiokvoffload.cli.bench.path import PathSize, measure_path
+from aiokvoffload.cli.bench.rounds import BenchSize
+from aiokvoffload.cli.bench.tables import Table
+from aiokvoffload.cli.bench.transfers import TransfersSize, measure_transfers
+from aiokvoffload.cli.figures import require_matplotlib
+from aiokvoffload.errors import ConfigurationError
+
+DEFAULT_POLICIES = ("lru", "arc")
+ALL_POLICIES = ("lru", "arc", "lru2", "lrfu", "s3fifo", "adaptive")
+SECTIONS = ("machine", "manager", "comparison", "transfers", "path")
+"""Places for tables in the page that `bench all` writes."""
+
+_SIZES = tuple(BenchSize(block_count=count) for count in (10_000, 100_000, 1_000_000))
+_QUICK_SIZES = tuple(BenchSize(block_count=count, batch_size=16, call_count=5) for count in (256, 1024))
+_QUICK_TRANSFERS = TransfersSize(copied_bytes=1 << 20, repeats=1, transfers=5)
+_QUICK_PATH = PathSize(
+    block_counts=(256, 1024), request_blocks=4, request_count=5, concurrency=20, turns=2, step_seconds=0.001
+)
+
+
+def run_bench(arguments: Sequence[str]) -> int:
+    """Run `aiokvoffload bench` and return its exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    run: Callable[[argparse.Namespace], None] = options.run
+    try:
+        run(options)
+    except ConfigurationError as exc:
+        parser.error(str(exc))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="aiokvoffload bench", allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="WHAT")
+
+    def add(name: str, run: Callable[[argparse.Namespace], None], summary: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        command.set_defaults(run=run)
+        command.add_argument("--json", action="store_true", help="print JSON objects, one a line, in place of tables")
+        command.add_argument("--quick", action="store_true", help="sizes too small to tell anything, to try it out")
+        return command
+
+    manager = add("manager", _run_manager, "the manager's bookkeeping beside a bare loop")
+    manager.add_argument("--blocks", metavar="N", type=_positive, nargs="+", help="default: 10000 100000 1000000")
+    manager.add_argument("--policy", metavar="NAME", nargs="+", default=DEFAULT_POLICIES, help="default: lru arc")
+    manager.add_argument("--batch", metavar="N", type=_positive, nargs="+", help="keys of a call (default 128)")
+    manager.add_argument("--calls", metavar="N", type=_positive, help="calls of each operation (default 300)")
+    add("transfers", _run_transfers, "copies on the host device, and how soon whoever waits for one goes on")
+    path = add("path", _run_path, "the whole path with bytes, and 1,000 requests at once")
+    path.add_argument("--blocks", metavar="N", type=_positive, nargs="+", help="CPU blocks (default 10000 1000000)")
+    path.add_argument("--policy", metavar="NAME", help="default: lru")
+    everything = add("all", _run_all, "all of it, for the tables of a page")
+    everything.add_argument(
+        "--write", metavar="PAGE", type=Path, help="put the tables into a page that has marks for them"
+    )
+    for command in (manager, everything):
+        command.add_argument("--plot", metavar="FILE", type=Path, help="draw the speeds, such as into speeds.png")
+        command.add_argument(
+            "--compare",
+            action=argparse.BooleanOptionalAction,
+            help="measure vLLM's manager in the same run (by default where it is installed)",
+        )
+    return parser
+
+
+def _run_manager(options: argparse.Namespace) -> None:
+    usual = _QUICK_SIZES if options.quick else _SIZES
+    sizes = [
+        replace(
+            usual[0],
+            block_count=block_count,
+            batch_size=batch_size,
+            call_count=options.calls or usual[0].call_count,
+        )
+        for batch_size in options.batch or [usual[0].batch_size]
+        for block_count in sorted(options.blocks or [size.block_count for size in usual])
+    ]
+    _prepare_plot(options)
+    findings = measure_managers(options.policy, sizes, is_compared=options.compare)
+    _show(options, findings.tables(), findings.to_dicts())
+    _plot(options, findings)
+
+
+def _run_transfers(options: argparse.Namespace) -> None:
+    cost = measure_transfers(_QUICK_TRANSFERS if options.quick else TransfersSize())
+    _show(options, cost.tables(), [cost.to_dict()])
+
+
+def _run_path(options: argparse.Namespace) -> None:
+    size = _QUICK_PATH if options.quick else PathSize()
+    if options.blocks:
+        size = replace(size, block_counts=tuple(sorted(options.blocks)))
+    cost = measure_path(replace(size, policy=options.policy) if options.policy else size)
+    _show(options, cost.tables(), [cost.to_dict()])
+
+
+def _run_all(options: argparse.Namespace) -> None:
+    if options.write is not None:
+        check_page(options.write, SECTIONS)
+    _prepare_plot(options)
+    managers = measure_managers(ALL_POLICIES, _QUICK_SIZES if options.quick else _SIZES, is_compared=options.compare)
+    transfers = measure_transfers(_QUICK_TRANSFERS if options.quick else TransfersSize())
+    path = measure_path(_QUICK_PATH if options.quick else PathSize())
+    _show(
+        options,
+        [*managers.tables(), *transfers.tables(), *path.tables()],
+        [*managers.to_dicts(), transfers.to_dict(), path.to_dict()],
+    )
+    _plot(options, managers)
+    if options.write is not None:
+        texts = (
+            f"One run on {describe_machine()}.",
+            _as_markdown(managers.page_tables()),
+            _as_markdown(managers.compared_tables()) or f"Nothing was compared in this run: {managers.not_compared}.",
+            _as_markdown(transfers.tables()),
+            _as_markdown(path.tables()),
+        )
+        write_sections(options.write, dict(zip(SECTIONS, texts, strict=True)))
+
+
+def _show(options: argparse.Namespace, tables: Sequence[Table], figures: Sequence[dict[str, Any]]) -> None:
+    if options.json:
+        for each in figures:
+            print(json.dumps(each, allow_nan=False))
+        return
+    print(describe_machine(), end="\n\n")
+    for table in tables:
+        print(table.to_text())
+
+
+def _prepare_plot(options: argparse.Namespace) -> None:
+    if options.plot is not None:
+        require_matplotlib()  # a mistake should not show after minutes
+
+
+def _plot(options: argparse.Namespace, findings: ManagerFindings) -> None:
+    if options.plot is not None:
+        plot_managers(findings.costs, findings.compared, options.plot)
+
+
+def _as_markdown(tables: Sequence[Table]) -> str:
+    return "\n".join(table.to_markdown() for table in tables)
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, at least 1")
+    return value
