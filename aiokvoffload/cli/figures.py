@@ -21,6 +21,17 @@ def require_matplotlib() -> Any:
     return Figure
 
 
+def check_plot(path: Path) -> None:
+    """See before anything is measured whether a plot can be drawn.
+
+    Raises:
+        ConfigurationError: matplotlib is not installed, or there is no such folder.
+    """
+    require_matplotlib()
+    if not path.absolute().parent.is_dir():
+        raise ConfigurationError(f"the plot cannot be written to {path}: there is no folder {path.absolute().parent}")
+
+
 def save_figure(figure: Any, path: Path) -> None:
     """Write a figure into an image file, whose name says of which kind.
 

@@ -15,9 +15,9 @@ from aiokvoffload.cli.bench.managers import ManagerFindings, measure_managers
 from aiokvoffload.cli.bench.page import check_page, write_sections
 from aiokvoffload.cli.bench.path import PathSize, measure_path
 from aiokvoffload.cli.bench.rounds import BenchSize
-from aiokvoffload.cli.bench.tables import Table
+from aiokvoffload.cli.bench.tables import to_markdown, to_text
 from aiokvoffload.cli.bench.transfers import TransfersSize, measure_transfers
-from aiokvoffload.cli.figures import require_matplotlib
+from aiokvoffload.cli.figures import check_plot
 from aiokvoffload.errors import ConfigurationError
 
 DEFAULT_POLICIES = ("lru", "arc")
@@ -91,15 +91,16 @@ def _run_manager(options: argparse.Namespace) -> None:
         for batch_size in options.batch or [usual[0].batch_size]
         for block_count in sorted(options.blocks or [size.block_count for size in usual])
     ]
-    _prepare_plot(options)
+    if options.plot is not None:
+        check_plot(options.plot)
     findings = measure_managers(options.policy, sizes, is_compared=options.compare)
-    _show(options, findings.tables(), findings.to_dicts())
+    _show(options, findings.to_text(), *findings.to_dicts())
     _plot(options, findings)
 
 
 def _run_transfers(options: argparse.Namespace) -> None:
     cost = measure_transfers(_QUICK_TRANSFERS if options.quick else TransfersSize())
-    _show(options, cost.tables(), [cost.to_dict()])
+    _show(options, to_text(cost.tables()), cost.to_dict())
 
 
 def _run_path(options: argparse.Namespace) -> None:
@@ -107,55 +108,43 @@ def _run_path(options: argparse.Namespace) -> None:
     if options.blocks:
         size = replace(size, block_counts=tuple(sorted(options.blocks)))
     cost = measure_path(replace(size, policy=options.policy) if options.policy else size)
-    _show(options, cost.tables(), [cost.to_dict()])
+    _show(options, to_text(cost.tables()), cost.to_dict())
 
 
 def _run_all(options: argparse.Namespace) -> None:
     if options.write is not None:
         check_page(options.write, SECTIONS)
-    _prepare_plot(options)
-    managers = measure_managers(ALL_POLICIES, _QUICK_SIZES if options.quick else _SIZES, is_compared=options.compare)
+    if options.plot is not None:
+        check_plot(options.plot)
+    policies, sizes = (DEFAULT_POLICIES, _QUICK_SIZES) if options.quick else (ALL_POLICIES, _SIZES)
+    managers = measure_managers(policies, sizes, is_compared=options.compare)
     transfers = measure_transfers(_QUICK_TRANSFERS if options.quick else TransfersSize())
     path = measure_path(_QUICK_PATH if options.quick else PathSize())
-    _show(
-        options,
-        [*managers.tables(), *transfers.tables(), *path.tables()],
-        [*managers.to_dicts(), transfers.to_dict(), path.to_dict()],
-    )
+    text = "\n".join([managers.to_text(), to_text(transfers.tables()), to_text(path.tables())])
+    _show(options, text, *managers.to_dicts(), transfers.to_dict(), path.to_dict())
     _plot(options, managers)
     if options.write is not None:
         texts = (
             f"One run on {describe_machine()}.",
-            _as_markdown(managers.page_tables()),
-            _as_markdown(managers.compared_tables()) or f"Nothing was compared in this run: {managers.not_compared}.",
-            _as_markdown(transfers.tables()),
-            _as_markdown(path.tables()),
+            managers.costs_to_markdown(),
+            managers.compared_to_markdown(),
+            to_markdown(transfers.tables()),
+            to_markdown(path.tables()),
         )
         write_sections(options.write, dict(zip(SECTIONS, texts, strict=True)))
 
 
-def _show(options: argparse.Namespace, tables: Sequence[Table], figures: Sequence[dict[str, Any]]) -> None:
+def _show(options: argparse.Namespace, text: str, *figures: dict[str, Any]) -> None:
     if options.json:
         for each in figures:
             print(json.dumps(each, allow_nan=False))
-        return
-    print(describe_machine(), end="\n\n")
-    for table in tables:
-        print(table.to_text())
-
-
-def _prepare_plot(options: argparse.Namespace) -> None:
-    if options.plot is not None:
-        require_matplotlib()  # a mistake should not show after minutes
+    else:
+        print(describe_machine(), text, sep="\n\n")
 
 
 def _plot(options: argparse.Namespace, findings: ManagerFindings) -> None:
     if options.plot is not None:
         plot_managers(findings.costs, findings.compared, options.plot)
-
-
-def _as_markdown(tables: Sequence[Table]) -> str:
-    return "\n".join(table.to_markdown() for table in tables)
 
 
 def _positive(text: str) -> int:

@@ -85,7 +85,7 @@ def _under_pins(bench: _Bench) -> Iterator[HostileCall]:
 
 
 def _mostly_stored(bench: _Bench) -> Iterator[HostileCall]:
-    for batch in islice(batches(bench.stored(), bench.size.batch_size - 1), _CALLS):
+    for batch in islice(batches(bench.stored(), max(1, bench.size.batch_size - 1)), _CALLS):
         yield from bench.store([*batch, *bench.source.new(1)])
 
 

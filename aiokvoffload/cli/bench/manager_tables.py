@@ -109,7 +109,7 @@ def _hostile_call(cost: ManagerCost, call: HostileCall) -> str:
 def _memory_table(costs: Sequence[ManagerCost]) -> Table:
     figures: dict[str, Callable[[ManagerCost], float | None]] = {
         "bytes per block besides the key": lambda cost: cost.footprint.own_bytes,
-        "ghosts and shadows, bytes per block": lambda cost: cost.footprint.history_bytes,
+        "once turned over, more": lambda cost: cost.footprint.history_bytes,
         "full collection ms": lambda cost: cost.collector_pause_ms,
         "of the bare loop": lambda cost: cost.bare_collector_pause_ms,
     }

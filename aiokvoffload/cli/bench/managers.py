@@ -12,7 +12,7 @@ from aiokvoffload.cli.bench.comparison import ComparedCost, compare_managers
 from aiokvoffload.cli.bench.manager import ManagerCost, measure_manager
 from aiokvoffload.cli.bench.manager_tables import comparison_tables, detailed_tables, short_tables
 from aiokvoffload.cli.bench.rounds import BenchSize
-from aiokvoffload.cli.bench.tables import Table
+from aiokvoffload.cli.bench.tables import to_markdown, to_text
 from aiokvoffload.cli.bench.vllm_manager import COMPARED_POLICIES, PACKAGE, import_vllm
 from aiokvoffload.cli.report import progress
 from aiokvoffload.errors import ConfigurationError
@@ -33,21 +33,24 @@ class ManagerFindings:
     compared: Sequence[ComparedCost]
     not_compared: str = ""
 
-    def tables(self) -> list[Table]:
-        """Return all figures for people."""
-        return [*detailed_tables(self.costs), *comparison_tables(self.compared)]
+    def to_text(self) -> str:
+        """Return all figures for a terminal."""
+        return to_text([*detailed_tables(self.costs), *comparison_tables(self.compared)]) + self._note()
 
-    def page_tables(self) -> list[Table]:
-        """Return the figures of the manager alone, in short."""
-        return short_tables(self.costs)
+    def costs_to_markdown(self) -> str:
+        """Return the figures of the manager alone, in short, for a page."""
+        return to_markdown(short_tables(self.costs))
 
-    def compared_tables(self) -> list[Table]:
-        """Return the manager beside the other implementation."""
-        return comparison_tables(self.compared)
+    def compared_to_markdown(self) -> str:
+        """Return the manager beside the other implementation, for a page."""
+        return to_markdown(comparison_tables(self.compared)) + self._note()
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return the figures as plain values, one dict for each policy and size."""
         return [*(cost.to_dict() for cost in self.costs), *(cost.to_dict() for cost in self.compared)]
+
+    def _note(self) -> str:
+        return f"\nNot compared with vLLM in this run: {self.not_compared}.\n" if self.not_compared else ""
 
 
 def measure_managers(

@@ -31,7 +31,7 @@ from aiokvoffload.offloader import Offloader, open_offloader
 
 PAGE_BYTES = 4096
 _BLOCK_TOKENS = 16
-_LOADS_HELD = 8
+_REQUESTS_HELD = 8
 _REFERENCES_PER_KEY = 2
 _REFERENCE_BYTES = 8
 _MEMORY_STATUS = Path("/proc/self/statm")
@@ -50,6 +50,9 @@ class PathSize:
         turns: Requests that each of these makes, one after the other.
         step_seconds: How long a step of the engine blocks the event loop.
         in_flight_bytes: How much may be with the device at a time.
+
+    Raises:
+        ConfigurationError: There are too few CPU blocks for a request.
     """
 
     block_counts: tuple[int, ...] = (10_000, 1_000_000)
@@ -60,6 +63,13 @@ class PathSize:
     turns: int = 3
     step_seconds: float = 0.02
     in_flight_bytes: int = 16 << 20
+
+    def __post_init__(self) -> None:
+        if min(self.block_counts) < _REQUESTS_HELD * self.request_blocks:
+            raise ConfigurationError(
+                f"{min(self.block_counts)} CPU blocks are too few for requests of {self.request_blocks}; "
+                f"take at least {_REQUESTS_HELD * self.request_blocks}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +267,7 @@ async def _measure_requests(size: PathSize, block_count: int) -> RequestCost:
 
 async def _measure_crowd(size: PathSize) -> CrowdCost:
     engine = _Engine(size, size.concurrency)
-    block_count = _LOADS_HELD * size.concurrency * size.request_blocks
+    block_count = _REQUESTS_HELD * size.concurrency * size.request_blocks
     waits: list[float] = []
 
     async def make_requests(place: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -34,6 +34,16 @@ class Table:
         rule = ["---"] + ["---:"] * (len(self.columns) - 1)
         lines = (f"| {' | '.join(line)} |" for line in (self.columns, rule, *self.rows))
         return "\n".join([f"{self.title}:", "", *lines, ""])
+
+
+def to_text(tables: Iterable[Table]) -> str:
+    """Return all tables as lines for a terminal."""
+    return "\n".join(table.to_text() for table in tables)
+
+
+def to_markdown(tables: Iterable[Table]) -> str:
+    """Return all tables as Markdown for a page."""
+    return "\n".join(table.to_markdown() for table in tables)
 
 
 def blocks_label(count: int) -> str:
