@@ -87,6 +87,8 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget_vllm: None)
     """A package with the interface that the bench calls, which asserts that it is called properly."""
     package = tmp_path / "vllm" / "v1" / "kv_offload"
     (package / "cpu").mkdir(parents=True)
+    for folder in (tmp_path / "vllm", package.parent, package, package / "cpu"):
+        (folder / "__init__.py").touch()
     (package / "base.py").write_text(BASE)
     manager = package / "cpu" / "manager.py"
     manager.write_text(MANAGER)
