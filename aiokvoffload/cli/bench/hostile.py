@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 from aiokvoffload.cli.bench.contestants import Keys, batches
@@ -77,11 +78,15 @@ def _under_pins(bench: _Bench) -> Iterator[HostileCall]:
     stored = bench.stored()
     loads: list[PrepareLoadOutput] = []
     for batch in batches(stored[: int(len(stored) * _PINNED_SHARE)], bench.size.batch_size):
-        yield bench.call(lambda batch=batch: loads.append(bench.manager.prepare_load_nowait(batch)), len(batch))  # type: ignore[misc]
+        yield bench.call(partial(_pin, bench.manager, batch, loads), len(batch))
     for batch in bench.new_batches():
         yield from bench.store(batch)
     for load in loads:
-        yield bench.call(lambda load=load: bench.manager.complete_load_nowait(load), len(load.slots))  # type: ignore[misc]
+        yield bench.call(partial(bench.manager.complete_load_nowait, load), len(load.slots))
+
+
+def _pin(manager: CPUOffloadingManager, keys: Keys, loads: list[PrepareLoadOutput]) -> None:
+    loads.append(manager.prepare_load_nowait(keys))
 
 
 def _mostly_stored(bench: _Bench) -> Iterator[HostileCall]:

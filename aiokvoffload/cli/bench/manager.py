@@ -88,6 +88,7 @@ async def _measure_manager(policy: str, size: BenchSize) -> ManagerCost:
             own = OwnManager(size.block_count, policy)
             own_fill = await fill(own, first_keys, size, timer)
             pause_ms = pause.milliseconds()
+    with CallTimer() as timer:
         own_rounds, bare_rounds = await operation_rounds((own, bare), keys, size, timer)
         hostile = measure_hostile_cases(own.manager, keys, size, timer)
     own.manager.close_nowait()
