@@ -116,10 +116,11 @@ def _run_all(options: argparse.Namespace) -> None:
         check_page(options.write, SECTIONS)
     if options.plot is not None:
         check_plot(options.plot)
+    # First, because memory that others have freed would hide what it takes.
+    path = measure_path(_QUICK_PATH if options.quick else PathSize())
     policies, sizes = (DEFAULT_POLICIES, _QUICK_SIZES) if options.quick else (ALL_POLICIES, _SIZES)
     managers = measure_managers(policies, sizes, is_compared=options.compare)
     transfers = measure_transfers(_QUICK_TRANSFERS if options.quick else TransfersSize())
-    path = measure_path(_QUICK_PATH if options.quick else PathSize())
     text = "\n".join([managers.to_text(), to_text(transfers.tables()), to_text(path.tables())])
     _show(options, text, *managers.to_dicts(), transfers.to_dict(), path.to_dict())
     _plot(options, managers)

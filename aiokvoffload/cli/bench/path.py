@@ -5,17 +5,15 @@ Processor time is that of all threads of the process, so the copies count.
 
 from __future__ import annotations
 
-import gc
 import os
-import random
 import statistics
-import sys
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import tracemalloc
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import anyio
 import anyio.lowlevel
@@ -28,12 +26,11 @@ from aiokvoffload.errors import ConfigurationError
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.kv_caches import CanonicalKVCaches
 from aiokvoffload.offloader import Offloader, open_offloader
+from aiokvoffload.specs import LookupResult
 
 PAGE_BYTES = 4096
 _BLOCK_TOKENS = 16
 _REQUESTS_HELD = 8
-_REFERENCES_PER_KEY = 2
-_REFERENCE_BYTES = 8
 _MEMORY_STATUS = Path("/proc/self/statm")
 
 
@@ -42,7 +39,7 @@ class PathSize:
     """How much is measured.
 
     Attributes:
-        block_counts: CPU blocks, one offloader after the other.
+        block_counts: CPU blocks, an offloader for each.
         policy: Name of the eviction policy.
         request_blocks: Blocks that a request loads, and as many that it stores.
         request_count: Requests, one after the other.
@@ -80,15 +77,17 @@ class RequestCost:
         block_count: CPU blocks.
         processor_ms: Of all threads, median.
         p99_processor_ms: What 99 % of the requests take at most.
+        loop_ms: Of the event loop's thread alone, median.
         wall_ms: On the clock, median.
-        grown_bytes: Memory that the full offloader takes beside slots and keys; None where the system does not tell.
+        bytes_per_block: Memory of the full offloader beside slots and keys.
     """
 
     block_count: int
     processor_ms: float
     p99_processor_ms: float
+    loop_ms: float
     wall_ms: float
-    grown_bytes: int | None
+    bytes_per_block: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +147,23 @@ class PathCost:
                 f"{cost.processor_ms:.2f}",
                 f"{cost.processor_ms / first.processor_ms:.2f}",
                 f"{cost.p99_processor_ms:.2f}",
+                f"{cost.loop_ms:.2f}",
+                f"{cost.loop_ms / first.loop_ms:.2f}",
                 f"{cost.wall_ms:.2f}",
-                _mebibytes(cost.grown_bytes),
+                f"{cost.bytes_per_block:.0f}",
             )
             for cost in self.requests
         ]
-        columns = ("CPU blocks", "processor ms", "growth", "p99", "on the clock, ms", "memory beside slots and keys")
+        columns = (
+            "CPU blocks",
+            "processor ms",
+            "growth",
+            "p99",
+            "of the loop's thread, ms",
+            "growth",
+            "on the clock, ms",
+            "bytes per block beside slot and key",
+        )
         blocks = f"{size.request_blocks} blocks of {PAGE_BYTES // 1024} KiB"
         return Table(f"A request that loads {blocks} and stores as many, under {size.policy}", columns, rows)
 
@@ -182,104 +192,123 @@ def measure_path(size: PathSize) -> PathCost:
     Raises:
         ConfigurationError: The machine cannot give that much memory, or the policy is unknown.
     """
-    requests = tuple(anyio.run(_measure_requests, size, block_count) for block_count in size.block_counts)
-    return PathCost(size=size, requests=requests, crowd=anyio.run(_measure_crowd, size))
+    crowd = anyio.run(_measure_crowd, size)  # first, as memory that was freed before would hide what it takes
+    return PathCost(size=size, requests=anyio.run(_measure_requests, size), crowd=crowd)
 
 
 class _Engine:
-    """Blocks of a GPU, and requests for them.
+    """Blocks of a GPU, an offloader all of whose CPU blocks are taken, and requests.
 
     Args:
         size: How much is measured.
-        request_count: How many requests there are at a time.
+        block_count: CPU blocks.
+        place_count: How many requests there may be at a time.
+
+    Attributes:
+        offloader: Open while the engine is entered.
+        offloader_bytes: Memory that it took when it was full, beside slots and keys.
     """
 
-    def __init__(self, size: PathSize, request_count: int) -> None:
+    offloader: Offloader
+
+    def __init__(self, size: PathSize, block_count: int, place_count: int) -> None:
         self._size = size
+        self._block_count = block_count
         self._source = KeySource(0)
-        self._random = random.Random(0)  # noqa: S311  reproducible, not secret
-        self._stored: list[OffloadKey] = []
-        self._layer = torch.ones((2 * size.request_blocks * request_count, PAGE_BYTES), dtype=torch.uint8)
+        self._layer = torch.ones((2 * size.request_blocks * place_count, PAGE_BYTES), dtype=torch.uint8)
+        self._exit_stack = AsyncExitStack()
+        self.offloader_bytes = 0
 
-    @property
-    def bytes_per_key(self) -> int:
-        """Memory that the engine itself takes for each stored block."""
-        return sys.getsizeof(self._stored[0]) + _REFERENCES_PER_KEY * _REFERENCE_BYTES
-
-    @asynccontextmanager
-    async def offloader(self, block_count: int) -> AsyncIterator[Offloader]:
-        """Open an offloader, all of whose CPU blocks are taken."""
+    async def __aenter__(self) -> Self:
+        stored = self._source.new(self._block_count)
         caches = CanonicalKVCaches.from_layers([self._layer], block_tokens=_BLOCK_TOKENS)
-        size = self._size
-        async with open_offloader(
-            caches, cpu_bytes=block_count * PAGE_BYTES, policy=size.policy, in_flight_bytes=size.in_flight_bytes
-        ) as offloader:
-            offloader.memory.buffer[::PAGE_BYTES] = 1  # so that no copy waits for the system to find a page
-            self._stored = self._source.new(block_count)
-            for batch in batches(self._stored, size.request_blocks):
-                ticket = offloader.manager.prepare_store_nowait(batch, depths=depths_of(batch))
-                offloader.manager.complete_store_nowait(ticket)
-            yield offloader
+        opening = open_offloader(
+            caches,
+            cpu_bytes=self._block_count * PAGE_BYTES,
+            policy=self._size.policy,
+            in_flight_bytes=self._size.in_flight_bytes,
+        )
+        tracemalloc.start()
+        try:
+            self.offloader = await self._exit_stack.enter_async_context(opening)
+            manager = self.offloader.manager
+            for batch in batches(stored, self._size.request_blocks):
+                manager.complete_store_nowait(manager.prepare_store_nowait(batch, depths=depths_of(batch)))
+            self.offloader_bytes, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        self.offloader.memory.buffer[::PAGE_BYTES] = 1  # so that no copy waits for the system to find a page
+        return self
 
-    async def serve(self, offloader: Offloader, place: int, block_count: int) -> None:
-        """Load blocks that are stored and store new ones, with the GPU blocks of one place.
+    async def __aexit__(self, *error: object) -> None:
+        await self._exit_stack.aclose()
+
+    def holds(self, key: OffloadKey) -> bool:
+        """Return whether a block is stored."""
+        return self.offloader.manager.lookup_nowait([key]) == [LookupResult.HIT]
+
+    def choose(self) -> list[OffloadKey]:
+        """Return random blocks that are stored, for a request to load.
 
         Raises:
-            ConfigurationError: They are not all there, so nothing was measured.
+            ConfigurationError: There are too few.
         """
         count = self._size.request_blocks
+        chosen = self._source.stored(count, [self])
+        if len(chosen) < count:
+            raise ConfigurationError(f"of {self._block_count} CPU blocks too few are stored; take another policy")
+        return chosen
+
+    async def serve(self, loaded: Sequence[OffloadKey], place: int) -> None:
+        """Load blocks that are stored now and store new ones, with the GPU blocks of one place."""
+        count = self._size.request_blocks
         first = 2 * count * place
-        younger = range(len(self._stored) - block_count // 2, len(self._stored))
-        loaded = [self._stored[index] for index in self._random.sample(younger, count)]
-        tokens = await offloader.load(loaded, range(first, first + count))
-        if tokens != count * _BLOCK_TOKENS:
-            raise ConfigurationError(
-                f"{tokens} tokens of {count} blocks stored lately were loaded; take more CPU blocks, or another policy"
-            )
-        stored = self._source.new(count)
-        await offloader.store(stored, range(first + count, first + 2 * count))
-        self._stored += stored
+        await self.offloader.load(loaded, range(first, first + count))
+        await self.offloader.store(self._source.new(count), range(first + count, first + 2 * count))
 
 
-async def _measure_requests(size: PathSize, block_count: int) -> RequestCost:
-    engine = _Engine(size, 1)
-    gc.collect()  # an offloader of before may hold its memory still
-    before = _resident_bytes()
-    async with engine.offloader(block_count) as offloader:
-        after = _resident_bytes()
-        processor, wall = [], []
+async def _measure_requests(size: PathSize) -> tuple[RequestCost, ...]:
+    """Measure requests to offloaders of all sizes in turns, so that other load on the machine meets all of them."""
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(_Engine(size, count, 1)) for count in size.block_counts]
+        calls: list[list[tuple[float, float, float]]] = [[] for _ in engines]
         for _ in range(size.request_count):
-            started = time.process_time(), time.perf_counter()
-            await engine.serve(offloader, 0, block_count)
-            processor.append(time.process_time() - started[0])
-            wall.append(time.perf_counter() - started[1])
-    processor.sort()
-    return RequestCost(
-        block_count=block_count,
-        processor_ms=1e3 * statistics.median(processor),
-        p99_processor_ms=1e3 * processor[len(processor) * 99 // 100],
-        wall_ms=1e3 * statistics.median(wall),
-        grown_bytes=None
-        if before is None or after is None
-        else after - before - block_count * (PAGE_BYTES + engine.bytes_per_key),
-    )
+            for engine, found in zip(engines, calls, strict=True):
+                loaded = engine.choose()
+                started = time.process_time(), time.thread_time(), time.perf_counter()
+                await engine.serve(loaded, 0)
+                ended = time.process_time(), time.thread_time(), time.perf_counter()
+                found.append((ended[0] - started[0], ended[1] - started[1], ended[2] - started[2]))
+    costs = []
+    for block_count, engine, found in zip(size.block_counts, engines, calls, strict=True):
+        processor, loop, wall = (sorted(seconds) for seconds in zip(*found, strict=True))
+        costs.append(
+            RequestCost(
+                block_count=block_count,
+                processor_ms=1e3 * statistics.median(processor),
+                p99_processor_ms=1e3 * processor[len(processor) * 99 // 100],
+                loop_ms=1e3 * statistics.median(loop),
+                wall_ms=1e3 * statistics.median(wall),
+                bytes_per_block=engine.offloader_bytes / block_count,
+            )
+        )
+    return tuple(costs)
 
 
 async def _measure_crowd(size: PathSize) -> CrowdCost:
-    engine = _Engine(size, size.concurrency)
-    block_count = _REQUESTS_HELD * size.concurrency * size.request_blocks
     waits: list[float] = []
 
     async def make_requests(place: int) -> None:
         for _ in range(size.turns):
             asked = time.perf_counter()
-            await engine.serve(offloader, place, block_count)
+            await engine.serve(engine.choose(), place)
             waits.append(time.perf_counter() - asked)
 
-    async with engine.offloader(block_count) as offloader:
-        gc.collect()  # an offloader of before may hold its memory still
+    block_count = _REQUESTS_HELD * size.concurrency * size.request_blocks
+    async with _Engine(size, block_count, size.concurrency) as engine:
+        engine.choose()  # a mistake is told by itself here, and not as one of a group
         before = _resident_bytes()
-        steps = _Steps(offloader)
+        steps = _Steps(engine.offloader)
         async with anyio.create_task_group() as tasks:
             for place in range(size.concurrency):
                 tasks.start_soon(make_requests, place)

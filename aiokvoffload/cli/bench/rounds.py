@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -55,6 +55,13 @@ class BenchSize:
             )
 
 
+class Holder(Protocol):
+    """Something that stores blocks."""
+
+    def holds(self, key: OffloadKey) -> bool:
+        """Return whether a block is stored."""
+
+
 class KeySource:
     """Reproducible random keys, and which of them may still be stored.
 
@@ -76,8 +83,8 @@ class KeySource:
         self.perhaps_stored += keys
         return keys
 
-    def stored(self, count: int, contestants: Sequence[Contestant]) -> list[OffloadKey]:
-        """Return random keys that all contestants hold now; fewer if they agree on few."""
+    def stored(self, count: int, holders: Sequence[Holder]) -> list[OffloadKey]:
+        """Return random keys that all holders have now; fewer if they agree on few."""
         candidates = self.perhaps_stored
         found: dict[OffloadKey, None] = {}
         for _ in range(_TRIES_PER_KEY * count):
@@ -85,7 +92,7 @@ class KeySource:
                 break
             index = self._random.randrange(len(candidates))
             key = candidates[index]
-            if all(contestant.holds(key) for contestant in contestants):
+            if all(holder.holds(key) for holder in holders):
                 found[key] = None
             else:
                 candidates[index] = candidates[-1]
