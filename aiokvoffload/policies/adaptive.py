@@ -18,6 +18,7 @@ from aiokvoffload.policies.base import Access
 from aiokvoffload.policies.history import DEFAULT_HISTORY_BYTES_PER_BLOCK, InsertionClock
 from aiokvoffload.policies.ranking import RankedPolicy
 from aiokvoffload.policies.shadow import SHADOW_SLOT_BYTES, ShadowCache
+from aiokvoffload.policies.slots import slot_array
 from aiokvoffload.policies.uses import GhostRows, UseTable
 
 _TICK_BITS = 48
@@ -224,15 +225,21 @@ class AdaptivePolicy(RankedPolicy):
 
     def unpin(self, slots: Collection[int]) -> None:
         """Put pinned slots back into their lines."""
-        stale = [slot for slot in slots if self._ranked_by[slot] != self._winner and self._line_of(slot) != _DEMOTED]
+        stale = [slot for slot in slots if self._ranked_by[slot] != self._winner]
+        lines = self._lines.indices_of(slot_array(stale))
+        stale = [slot for slot, line in zip(stale, lines, strict=True) if line != _DEMOTED]
         self._rebase(stale, self._bases(stale), self._current)
         super().unpin(slots)
 
+    def _reenter(self, slots: Sequence[int], access: Access) -> None:
+        """Rank by the uses before the demotion."""
+        self._rerank_each(slots, self._bases(slots), access, self._current)
+
     def _leave(self, line: int, slots: Sequence[int]) -> None:
-        """Remember the uses of evicted slots, unless they were demoted."""
-        if line == _DEMOTED:
-            return
+        """Remember the uses of evicted slots, unless they were sent away."""
         for slot in slots:
+            if self._is_sent_away(slot):
+                continue
             row = self._ghosts.put(self._key_of[slot])
             if row is not None:
                 self._uses.copy(slot, row)
@@ -271,7 +278,7 @@ class AdaptivePolicy(RankedPolicy):
 
     def _catch_up(self, count: int) -> None:
         """Bring some slots from the order of the winner before into that of the present one."""
-        slots = self._coldest_of(1 - self._current, count)
+        slots = self._lines.coldest(1 - self._current, count)
         self._rebase(slots, self._bases(slots), self._current)
 
     def _was_used_before(self, key: OffloadKey, tick: int) -> bool:
