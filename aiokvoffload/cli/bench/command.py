@@ -1,4 +1,7 @@
-"""`aiokvoffload bench`: its commands, their options, and what they print."""
+"""`aiokvoffload bench`: its commands, their options, and what they print.
+
+What moves bytes is imported only where it is asked for: bookkeeping needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,8 @@ from aiokvoffload.cli.bench.machine import describe_machine
 from aiokvoffload.cli.bench.manager_plot import plot_managers
 from aiokvoffload.cli.bench.managers import ManagerFindings, measure_managers
 from aiokvoffload.cli.bench.page import check_page, write_sections
-from aiokvoffload.cli.bench.path import PathSize, measure_path
 from aiokvoffload.cli.bench.rounds import BenchSize
 from aiokvoffload.cli.bench.tables import to_markdown, to_text
-from aiokvoffload.cli.bench.transfers import TransfersSize, measure_transfers
 from aiokvoffload.cli.figures import check_plot
 from aiokvoffload.errors import ConfigurationError
 
@@ -27,10 +28,6 @@ SECTIONS = ("machine", "manager", "comparison", "transfers", "path")
 
 _SIZES = tuple(BenchSize(block_count=count) for count in (10_000, 100_000, 1_000_000))
 _QUICK_SIZES = tuple(BenchSize(block_count=count, batch_size=16, call_count=5) for count in (256, 1024))
-_QUICK_TRANSFERS = TransfersSize(copied_bytes=1 << 20, repeats=1, transfers=5)
-_QUICK_PATH = PathSize(
-    block_counts=(256, 1024), request_blocks=4, request_count=5, concurrency=20, turns=2, step_seconds=0.001
-)
 
 
 def run_bench(arguments: Sequence[str]) -> int:
@@ -99,12 +96,16 @@ def _run_manager(options: argparse.Namespace) -> None:
 
 
 def _run_transfers(options: argparse.Namespace) -> None:
-    cost = measure_transfers(_QUICK_TRANSFERS if options.quick else TransfersSize())
+    from aiokvoffload.cli.bench.transfers import QUICK, USUAL, measure_transfers
+
+    cost = measure_transfers(QUICK if options.quick else USUAL)
     _show(options, to_text(cost.tables()), cost.to_dict())
 
 
 def _run_path(options: argparse.Namespace) -> None:
-    size = _QUICK_PATH if options.quick else PathSize()
+    from aiokvoffload.cli.bench.path import QUICK, USUAL, measure_path
+
+    size = QUICK if options.quick else USUAL
     if options.blocks:
         size = replace(size, block_counts=tuple(sorted(options.blocks)))
     cost = measure_path(replace(size, policy=options.policy) if options.policy else size)
@@ -112,15 +113,18 @@ def _run_path(options: argparse.Namespace) -> None:
 
 
 def _run_all(options: argparse.Namespace) -> None:
+    from aiokvoffload.cli.bench import path as whole_path
+    from aiokvoffload.cli.bench import transfers as copies
+
     if options.write is not None:
         check_page(options.write, SECTIONS)
     if options.plot is not None:
         check_plot(options.plot)
     # First, because memory that others have freed would hide what it takes.
-    path = measure_path(_QUICK_PATH if options.quick else PathSize())
+    path = whole_path.measure_path(whole_path.QUICK if options.quick else whole_path.USUAL)
     policies, sizes = (DEFAULT_POLICIES, _QUICK_SIZES) if options.quick else (ALL_POLICIES, _SIZES)
     managers = measure_managers(policies, sizes, is_compared=options.compare)
-    transfers = measure_transfers(_QUICK_TRANSFERS if options.quick else TransfersSize())
+    transfers = copies.measure_transfers(copies.QUICK if options.quick else copies.USUAL)
     text = "\n".join([managers.to_text(), to_text(transfers.tables()), to_text(path.tables())])
     _show(options, text, *managers.to_dicts(), transfers.to_dict(), path.to_dict())
     _plot(options, managers)

@@ -186,6 +186,12 @@ class PathCost:
         return Table(title, ("", ""), rows)
 
 
+USUAL = PathSize()
+QUICK = PathSize(
+    block_counts=(256, 1024), request_blocks=4, request_count=5, concurrency=20, turns=2, step_seconds=0.001
+)
+
+
 def measure_path(size: PathSize) -> PathCost:
     """Measure requests one after the other at every size, and many at once.
 

@@ -128,6 +128,10 @@ class TransferCost:
         return Table("From the landing of 1 MiB to its waiter, one transfer after the other", columns, rows)
 
 
+USUAL = TransfersSize()
+QUICK = TransfersSize(copied_bytes=1 << 20, repeats=1, transfers=5)
+
+
 def measure_transfers(size: TransfersSize) -> TransferCost:
     """Measure copies on the host device, and waits for them on every event loop that is installed."""
     copied = size.copied_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -137,3 +138,11 @@ def test_a_policy_that_keeps_nothing_is_named(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         run([*SMALL, "--policy", f"{__name__}:ForgetfulPolicy"])
     assert "too few are still stored" in capsys.readouterr().err
+
+
+def test_bookkeeping_is_measured_without_torch() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None; from aiokvoffload.cli.main import run; "
+        f"sys.exit(run({[*SMALL, '--policy', 'lru']!r}))"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
