@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 from aiokvoffload.cli.options import (
     DEFAULT_CONCURRENCY,
@@ -19,6 +19,7 @@ from aiokvoffload.cli.options import (
     block_bytes,
 )
 from aiokvoffload.errors import ConfigurationError
+from aiokvoffload.specs import Placement
 from aiokvoffload.units import parse_byte_size
 
 PROGRAM = "aiokvoffload"
@@ -51,6 +52,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> ReplayOptions:
     )
     _add_replay_options(replay)
     commands.add_parser("bench", help="measure what the library costs; see bench --help", add_help=False)
+    commands.add_parser("tier", help="look at the storage of a tier; see tier --help", add_help=False)
     return _replay_options(replay, program.parse_args(arguments))
 
 
@@ -101,7 +103,17 @@ def _add_replay_options(parser: argparse.ArgumentParser) -> None:
         "--cpu-bytes", metavar="SIZE", type=_size, help="the same in bytes, such as 64MiB, 1GB or 1048576"
     )
     cache.add_argument(
-        "--gpu-blocks", metavar="N", type=_integer(1), help="GPU blocks (default: enough for --concurrency)"
+        "--gpu-blocks",
+        metavar="N",
+        type=_integer(1),
+        help="blocks of a GPU with prefix caching above CPU memory (default: each request finds the GPU empty)",
+    )
+    cache.add_argument(
+        "--placement",
+        choices=get_args(Placement),
+        default=_DEFAULTS.placement,
+        help="inclusive: computed blocks are stored at once; exclusive: blocks are stored when the GPU gives them up, "
+        "and loading takes them along; needs --gpu-blocks (default %(default)s)",
     )
     cache.add_argument(
         "--page-bytes",
@@ -205,6 +217,7 @@ def _replay_options(parser: argparse.ArgumentParser, found: argparse.Namespace) 
             policy=found.policy,
             cpu_blocks=cpu_blocks,
             gpu_blocks=found.gpu_blocks,
+            placement=found.placement,
             page_bytes=found.page_bytes,
             layers=found.layers,
             block_size_factor=found.block_size_factor,

@@ -6,8 +6,32 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from typing import Any, Protocol, TextIO
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Protocol, Self, TextIO
+
+from aiokvoffload.cli.options import ReplayOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuLevelReport:
+    """What the GPU level of a replay has done.
+
+    Attributes:
+        placement: Whether CPU memory also held what the GPU held.
+        gpu_blocks: Blocks of the GPU level.
+        gpu_blocks_hit: Blocks found there, within a request's leading run.
+    """
+
+    placement: str
+    gpu_blocks: int
+    gpu_blocks_hit: int
+
+    @classmethod
+    def of(cls, options: ReplayOptions, gpu_blocks_hit: int) -> Self | None:
+        """Return the report of a replay's GPU level, if it has one."""
+        if options.gpu_blocks is None:
+            return None
+        return cls(placement=options.placement, gpu_blocks=options.gpu_blocks, gpu_blocks_hit=gpu_blocks_hit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +43,8 @@ class ReplayReport:
         cpu_blocks: Offloaded blocks that CPU memory holds.
         requests: Requests replayed.
         blocks_looked_up: Block references of all requests.
-        blocks_hit: Those within a request's leading run of cached blocks.
+        blocks_hit: Those within a request's leading run of cached blocks, all levels together.
+        gpu_level: The GPU level, if there was one; the other hits were in CPU memory.
         bytes_stored: Bytes copied from GPU to CPU memory.
         bytes_loaded: Bytes copied from CPU to GPU memory.
         store_gigabytes_per_second: Bandwidth of the stores while at least one was being copied.
@@ -42,6 +67,7 @@ class ReplayReport:
     requests: int
     blocks_looked_up: int
     blocks_hit: int
+    gpu_level: GpuLevelReport | None = None
     bytes_stored: int | None = None
     bytes_loaded: int | None = None
     store_gigabytes_per_second: float | None = None
@@ -69,13 +95,29 @@ class ReplayReport:
         return not any(getattr(self, name) for name in FAULTS)
 
     def figures(self) -> dict[str, str | int | float | None]:
-        """Return every figure by its name, `hit_rate` after the two that it is made of."""
+        """Return every figure by its name, `hit_rate` after the two that it is made of, the GPU level's after that."""
         figures: dict[str, str | int | float | None] = {}
         for field in fields(self):
+            if field.name == "gpu_level":
+                figures |= self._level_figures()
+                continue
             figures[field.name] = getattr(self, field.name)
             if field.name == "blocks_hit":
                 figures["hit_rate"] = self.hit_rate
         return figures
+
+    def _level_figures(self) -> dict[str, str | int | float | None]:
+        if self.gpu_level is None:
+            return {}
+        gpu_hit = self.gpu_level.gpu_blocks_hit
+        cpu_hit = self.blocks_hit - gpu_hit
+        looked_up = self.blocks_looked_up or 1
+        return {
+            **asdict(self.gpu_level),
+            "gpu_hit_rate": gpu_hit / looked_up,
+            "cpu_blocks_hit": cpu_hit,
+            "cpu_hit_rate": cpu_hit / looked_up,
+        }
 
     def to_json(self) -> str:
         """Return all figures as one JSON object on one line."""
@@ -176,6 +218,10 @@ def _count(value: float) -> str:
     return f"{value:,}"
 
 
+def _percent(value: float) -> str:
+    return f"{100 * value:.2f} %"
+
+
 def _bytes(value: float) -> str:
     for unit in ("kB", "MB", "GB"):
         value /= 1_000
@@ -198,7 +244,13 @@ _WORDING: dict[str, tuple[str, Callable[[Any], str]]] = {
     "requests": ("requests", _count),
     "blocks_looked_up": ("blocks looked up", _count),
     "blocks_hit": ("blocks hit", _count),
-    "hit_rate": ("hit rate", lambda value: f"{100 * value:.2f} %"),
+    "hit_rate": ("hit rate", _percent),
+    "placement": ("placement", str),
+    "gpu_blocks": ("GPU blocks", _count),
+    "gpu_blocks_hit": ("blocks hit in the GPU", _count),
+    "gpu_hit_rate": ("hit rate of the GPU", _percent),
+    "cpu_blocks_hit": ("blocks hit in CPU memory", _count),
+    "cpu_hit_rate": ("hit rate of CPU memory", _percent),
     "bytes_stored": ("bytes stored", _bytes),
     "bytes_loaded": ("bytes loaded", _bytes),
     "store_gigabytes_per_second": ("store bandwidth", _bandwidth),

@@ -18,6 +18,7 @@ from aiokvoffload.cli.bench.managers import ManagerFindings, measure_managers
 from aiokvoffload.cli.bench.page import check_page, write_sections
 from aiokvoffload.cli.bench.rounds import BenchSize
 from aiokvoffload.cli.bench.tables import to_markdown, to_text
+from aiokvoffload.cli.bench.tier import add_tier_bench, run_tier_bench
 from aiokvoffload.cli.figures import check_plot
 from aiokvoffload.errors import ConfigurationError
 
@@ -62,7 +63,10 @@ def _parser() -> argparse.ArgumentParser:
     path = add("path", _run_path, "the whole path with bytes, and 1,000 requests at once")
     path.add_argument("--blocks", metavar="N", type=_positive, nargs="+", help="CPU blocks (default 10000 1000000)")
     path.add_argument("--policy", metavar="NAME", help="default: lru")
-    everything = add("all", _run_all, "all of it, for the tables of a page")
+    tier = commands.add_parser("tier", help="a tier beside plain files", allow_abbrev=False)
+    tier.set_defaults(run=_run_tier)
+    add_tier_bench(tier)
+    everything = add("all", _run_all, "managers, transfers and path, for the tables of a page")
     everything.add_argument(
         "--write", metavar="PAGE", type=Path, help="put the tables into a page that has marks for them"
     )
@@ -110,6 +114,13 @@ def _run_path(options: argparse.Namespace) -> None:
         size = replace(size, block_counts=tuple(sorted(options.blocks)))
     cost = measure_path(replace(size, policy=options.policy) if options.policy else size)
     _show(options, to_text(cost.tables()), cost.to_dict())
+
+
+def _run_tier(options: argparse.Namespace) -> None:
+    try:
+        run_tier_bench(options)
+    except OSError as exc:
+        raise ConfigurationError(str(exc)) from exc
 
 
 def _run_all(options: argparse.Namespace) -> None:
