@@ -163,7 +163,7 @@ def _add_replay_options(parser: argparse.ArgumentParser) -> None:
         "--policies",
         metavar="NAME,...",
         type=_names,
-        help="policies of the sweep (default: all that are known)",
+        help="policies of the sweep; lru+2 is lru behind a reuse filter of 2 (default: all that are known, and lru+2)",
     )
     sweep.add_argument(
         "--capacities",
@@ -225,7 +225,7 @@ def _replay_options(parser: argparse.ArgumentParser, found: argparse.Namespace) 
     elif not found.no_data:
         parser.error("--sweep moves no bytes; give --no-data too")
     elif found.store_threshold:
-        parser.error("--store-threshold cannot be used with --sweep")
+        parser.error("--store-threshold cannot be used with --sweep; give --policies lru+2")
     cpu_blocks = found.cpu_blocks or DEFAULT_CPU_BLOCKS
     if found.cpu_bytes is not None:
         needed_bytes = block_bytes(found.page_bytes, found.layers, found.block_size_factor)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import anyio
 
-from aiokvoffload.cli.plain_files import PlainFiles
+from aiokvoffload.cli.bench.plain_files import PlainFiles
 from aiokvoffload.errors import ConfigurationError
 from aiokvoffload.keys import CacheIdentity, make_offload_key
 from aiokvoffload.tiers.base import Tier
@@ -105,7 +105,7 @@ def add_tier_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object per size")
 
 
-def run_tier_bench(options: argparse.Namespace) -> int:
+def run_tier_bench(options: argparse.Namespace) -> None:
     """Measure each size and print it.
 
     Raises:
@@ -125,7 +125,6 @@ def run_tier_bench(options: argparse.Namespace) -> int:
             plain_directory=options.plain,
         )
         print(json.dumps(dataclasses.asdict(cost)) if options.json else tier_line(size, cost), flush=True)
-    return 0
 
 
 def tier_line(size: str, cost: TierCost) -> str:
