@@ -153,7 +153,7 @@ class TieredOffloadingManager(OffloadingManager):
         tier_keys = list(map(self._tier_key, keys))
         for planned, cascade in zip(self._planned, self._cascades, strict=True):
             cascade.count_uses(keys, depths or [0] * len(keys), request_id)
-            deadline = self.clock.now() + planned.plan.lookup_seconds
+            deadline = self.clock.now() + planned.plan.write_seconds  # nobody waits for it
             planned.tier.start_touch(tier_keys, deadline=deadline, request_id=request_id, depths=depths)
             cascade.pump()
 
