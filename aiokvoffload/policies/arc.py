@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
+import numpy as np
+
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.policies.base import Access
 from aiokvoffload.policies.ranking import RankedPolicy, split_by_line
@@ -33,7 +35,7 @@ class ARCPolicy(RankedPolicy):
     def __init__(self, capacity: int, *, are_ghosts_frequent: bool = True) -> None:
         super().__init__(capacity, line_count=3, first_line=_DEMOTED)
         self._are_ghosts_frequent = are_ghosts_frequent
-        self._key_of: list[OffloadKey] = [OffloadKey(b"")] * capacity
+        self._key_of = np.empty(capacity, dtype=object)  # a list would be walked through by the garbage collector
         self._is_written = bytearray(capacity)
         self._ghosts: tuple[OrderedDict[OffloadKey, int], OrderedDict[OffloadKey, int]] = (OrderedDict(), OrderedDict())
         self._target = 0.0

@@ -13,6 +13,8 @@ import math
 from array import array
 from collections.abc import Sequence
 
+import numpy as np
+
 from aiokvoffload.errors import ConfigurationError
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.policies.base import Access
@@ -56,7 +58,7 @@ class LRFUPolicy(RankedPolicy):
         self._half_life = half_life_capacities * capacity
         self._clock = InsertionClock()
         self._history = History(history_limit(capacity, history_bytes_per_block))
-        self._key_of: list[OffloadKey] = [OffloadKey(b"")] * capacity
+        self._key_of = np.empty(capacity, dtype=object)  # a list would be walked through by the garbage collector
         self._last_tick = array("q", bytes(8 * capacity))
         self._weight = array("d", bytes(8 * capacity))
 
@@ -74,7 +76,12 @@ class LRFUPolicy(RankedPolicy):
             self._weight[slot] = now if past is None else used_again(past, now)
             self._last_tick[slot] = access.tick
         self._clock.advance(len(slots))
-        self._enter(slots, self._bases(slots), access)
+        bases = self._bases(slots)
+        if bases and bases.count(bases[0]) == len(bases):
+            # Most often all of them are new, which saves sorting them.
+            self._insert(slots, Access(bases[0], depths=access.depths))
+        else:
+            self._enter(slots, bases, access)
 
     def touch(self, slots: Sequence[int], access: Access) -> None:
         """Add to the weight of what was last used before."""
