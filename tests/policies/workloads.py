@@ -132,7 +132,7 @@ def nightly(seed: int = 0, day_count: int = 4) -> list[TraceRequest]:
         for document in corpus:
             now_ms += random.randint(0, 2_000)
             # First the batch asks about the document alone, then some of them again with tonight's instruction.
-            requests.append(_request(now_ms, document + [next(new_ids)]))
+            requests.append(_request(now_ms, [*document, next(new_ids)]))
             if not random.randrange(3):
-                requests.append(_request(now_ms, document + instruction))
+                requests.append(_request(now_ms, [*document, *instruction]))
     return requests
