@@ -20,6 +20,8 @@ _DEMOTED = 2
 _MOVES_PER_BLOCK = 4
 GHOST_ROW_BYTES = 224
 """Upper bound of what one remembered block takes; a test holds it to that."""
+RESERVED_ROW_BYTES = 48
+"""What of it is taken from the beginning."""
 
 
 class AdaptivePolicy(RankedPolicy):
@@ -69,7 +71,8 @@ class AdaptivePolicy(RankedPolicy):
     @property
     def history_bytes(self) -> int:
         """Memory taken by shadows and by what is remembered of blocks that left."""
-        return self._tournament.used_bytes + len(self._ghosts) * GHOST_ROW_BYTES
+        reserved_bytes = self._ghosts.limit * RESERVED_ROW_BYTES
+        return self._tournament.used_bytes + reserved_bytes + len(self._ghosts) * (GHOST_ROW_BYTES - RESERVED_ROW_BYTES)
 
     def admit(self, keys: Sequence[OffloadKey], access: Access) -> Sequence[OffloadKey]:
         """Return all of `keys`, or those used before if the winner stores no others."""

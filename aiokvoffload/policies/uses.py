@@ -29,8 +29,10 @@ class UseTable:
     """
 
     def __init__(self, row_count: int, half_lives: Sequence[float]) -> None:
-        # Whole numbers as large as ticks are exact in a float, and one block's numbers lie side by side.
-        self._table: Uses = np.zeros((row_count, WEIGHTS + len(half_lives)))
+        # Whole numbers as large as ticks are exact in a float, and one block's numbers lie side by side. All of it is
+        # written to here, because memory that is met for the first time stops a call for milliseconds.
+        column_count = WEIGHTS + len(half_lives)
+        self._table: Uses = np.frombuffer(bytearray(8 * row_count * column_count)).reshape(row_count, column_count)
         self._half_lives = np.array(half_lives)
 
     def of(self, rows: Sequence[int]) -> Uses:
@@ -86,7 +88,7 @@ class GhostRows:
 
     def __init__(self, first_row: int, limit: int) -> None:
         self._first_row = first_row
-        self._limit = limit
+        self.limit = limit
         # In shards, so that no call ever rebuilds, or frees, one large table.
         self._shards: list[dict[int, int]] = [{} for _ in range(1 << (limit // _SHARD_SIZE).bit_length())]
         self._given_up: list[dict[int, int]] = []
@@ -112,9 +114,9 @@ class GhostRows:
         """Return the rows of new ghosts: of the last ones if there is no room for all of them."""
         shards, mask, hash_of = self._shards, len(self._shards) - 1, self._hash_of
         rows = []
-        for hashed in hashes[max(0, len(hashes) - self._limit) :]:
+        for hashed in hashes[max(0, len(hashes) - self.limit) :]:
             index = self._next
-            self._next = index + 1 if index + 1 < self._limit else 0
+            self._next = index + 1 if index + 1 < self.limit else 0
             row = self._first_row + index
             oldest = hash_of[index]
             shard = shards[oldest & mask]
