@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         InvalidRequestError,
         LayoutError,
         OffloadError,
+        PartialCopyError,
         StateError,
         TraceError,
         WrongThreadError,
@@ -76,6 +77,7 @@ __all__ = [
     "Offloader",
     "OffloaderStatistics",
     "OffloadingEvent",
+    "PartialCopyError",
     "PrepareLoadOutput",
     "PrepareStoreOutput",
     "ReqContext",
@@ -96,7 +98,7 @@ __all__ = [
 _NAMES_OF = {
     "clock": "Clock SystemClock",
     "errors": "BlocksInFlightError ClosedError ConfigurationError DeviceError InvalidRequestError "
-    "LayoutError OffloadError StateError TraceError WrongThreadError",
+    "LayoutError OffloadError PartialCopyError StateError TraceError WrongThreadError",
     "events": "EventKind OffloadingEvent",
     "keys": "CacheIdentity OffloadKey make_offload_key offload_keys",
     "kv_caches": "CanonicalKVCaches KVGroup",

@@ -12,6 +12,7 @@ from aiokvoffload.kv_caches import KVGroup
 from aiokvoffload.managers.reuse import MAX_TRACKER_SIZE
 from aiokvoffload.policies.base import POLICIES
 from aiokvoffload.registry import nearest_name
+from aiokvoffload.specs import Placement, check_placement
 
 DEFAULT_SPEC_NAME = "CPUOffloadingSpec"
 
@@ -127,6 +128,7 @@ class OffloadingConfig:
         block_size_factor: GPU blocks per offloaded block, 1 where neither is given.
         eviction_policy: Name of the eviction policy, or `module:Class`.
         store_threshold: Uses that make a block worth storing; 0 and 1 store every block.
+        placement: `"inclusive"`, or `"exclusive"` for an engine that demotes what its own prefix cache gives up.
         max_tracker_size: Blocks whose uses are remembered.
         enable_kv_cache_events: Announce stored and removed blocks.
 
@@ -142,6 +144,7 @@ class OffloadingConfig:
     eviction_policy: str = "lru"
     store_threshold: int = 0
     max_tracker_size: int = MAX_TRACKER_SIZE
+    placement: Placement = "inclusive"
     enable_kv_cache_events: bool = False
 
     def __post_init__(self) -> None:
@@ -160,6 +163,7 @@ class OffloadingConfig:
                 f"block_size is {self.block_size} and block_size_factor is {self.block_size_factor}; "
                 "give only one of them: tokens of an offloaded block, or GPU blocks in it"
             )
+        check_placement(self.placement, 1)
         if not isinstance(self.enable_kv_cache_events, bool):
             raise ConfigurationError(
                 f"enable_kv_cache_events is {self.enable_kv_cache_events!r}, it must be true or false"

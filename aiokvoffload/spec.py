@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from aiokvoffload.clock import Clock, SystemClock
 from aiokvoffload.config import DEFAULT_SPEC_NAME, EngineShape, OffloadingConfig, check_mapping, check_text
-from aiokvoffload.devices.base import Device, SimulatedDevice, device_for_tensors
+from aiokvoffload.devices.base import Device, check_copies, device_for_tensors
 from aiokvoffload.errors import ClosedError, ConfigurationError, StateError
 from aiokvoffload.events import EventSink
 from aiokvoffload.kv_caches import CanonicalKVCaches, KVGroup
@@ -19,6 +19,7 @@ from aiokvoffload.managers.cpu import CPUOffloadingManager
 from aiokvoffload.managers.reuse import with_reuse_filter
 from aiokvoffload.memory.base import HostMemory
 from aiokvoffload.registry import Registry, nearest_name
+from aiokvoffload.specs import check_placement
 from aiokvoffload.transfers.assembly import build_worker
 from aiokvoffload.transfers.pointers import SlotLayout
 from aiokvoffload.transfers.worker import OffloadingWorker
@@ -68,6 +69,7 @@ class OffloadingSpec(ABC):
         self.event_sink = event_sink
         self.clock: Clock = clock or SystemClock()
         self.block_size_factor = config.block_size_factor_for(engine)
+        check_placement(config.placement, self.block_size_factor)
         self.hash_block_tokens = engine.hash_block_tokens
         self.gpu_block_tokens = engine.gpu_block_tokens
         self.offloaded_block_tokens = tuple(tokens * self.block_size_factor for tokens in engine.gpu_block_tokens)
@@ -173,6 +175,7 @@ class CPUOffloadingSpec(OffloadingSpec):
                 policy=config.eviction_policy,
                 groups=self.groups,
                 block_size_factor=self.block_size_factor,
+                blocks_above=self.engine.block_count if config.placement == "exclusive" else 0,
                 event_sink=self.event_sink if config.enable_kv_cache_events else None,
                 clock=self.clock,
             ),
@@ -188,12 +191,9 @@ class CPUOffloadingSpec(OffloadingSpec):
         with ExitStack() as parts:
             device = self.device
             if device is None:
-                device = device_for_tensors(kv_caches.device.type)
+                device = device_for_tensors(kv_caches.device.type, kv_caches.device.index)
                 parts.callback(device.close)
-            elif isinstance(device, SimulatedDevice) and kv_caches.device.type != "cpu":
-                raise ConfigurationError(
-                    f"{type(device).__name__} copies CPU memory, but the KV caches lie on {kv_caches.device}"
-                )
+            check_copies(device, kv_caches.device)
             memory, worker = build_worker(layout, self.block_count, device, self.clock)
             parts.callback(memory.close)
             self.device, self.memory = device, memory

@@ -8,12 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, Flag
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aiokvoffload.errors import InvalidRequestError, StateError
+from aiokvoffload.errors import ConfigurationError, InvalidRequestError, StateError
 from aiokvoffload.keys import OffloadKey
 
 _logger = logging.getLogger(__name__)
@@ -26,6 +26,25 @@ class LookupResult(Enum):
     HIT = "hit"
     PENDING = "pending"
     """It is being written now."""
+
+
+Placement = Literal["inclusive", "exclusive"]
+"""Whether CPU memory also holds what the GPU holds, or only what the GPU has given up."""
+
+
+def check_placement(placement: object, block_size_factor: int) -> None:
+    """Refuse a placement that is none, or that the blocks are too large for.
+
+    Raises:
+        ConfigurationError: It is.
+    """
+    if placement not in get_args(Placement):
+        raise ConfigurationError(f"placement is {placement!r}, it must be one of {', '.join(get_args(Placement))}")
+    if placement == "exclusive" and block_size_factor != 1:
+        raise ConfigurationError(
+            f"exclusive placement moves single GPU blocks, but block_size_factor is {block_size_factor}; "
+            "make it 1, or use inclusive placement"
+        )
 
 
 class StoreOutcome(Enum):

@@ -133,6 +133,7 @@ def test_defaults_are_those_of_the_reference() -> None:
         "eviction_policy": "lru",
         "store_threshold": 0,
         "max_tracker_size": 64_000,
+        "placement": "inclusive",
         "enable_kv_cache_events": False,
     }
 

@@ -9,7 +9,7 @@ Cancelling a waiting coroutine takes its place in line, its pins and its reserva
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -19,6 +19,7 @@ from anyio.lowlevel import checkpoint_if_cancelled
 
 from aiokvoffload.clock import Clock, SystemClock, deadline_after
 from aiokvoffload.keys import OffloadKey
+from aiokvoffload.managers.tier_plan import TierUseStatistics
 from aiokvoffload.managers.waits import Take
 from aiokvoffload.specs import (
     Completion,
@@ -48,6 +49,7 @@ class ManagerStatistics:
         promoting: Slots being filled from a tier.
         leased_without_key: Slots whose block is gone but whose bytes somebody may still touch.
         pinned: Ready slots that somebody uses.
+        kept: Ready slots that a hint keeps; one whose time is over counts until a call needs room.
         waiting_stores: Offers standing in line for room.
         waiting_loads: Loads waiting for blocks being written.
         stored_blocks: Blocks committed.
@@ -55,6 +57,8 @@ class ManagerStatistics:
         refused_blocks: Blocks offered that found no room.
         failed_blocks: Blocks whose write failed or was aborted.
         hit_blocks: Blocks pinned for loading.
+        taken_along_blocks: Blocks put first in line because a load has taken them along.
+        rescued_blocks: Blocks that were given up by the GPU while they were stored.
         rejected_completions: Completions that came late, twice, or with another manager's ticket.
         detached_sinks: Event sinks that raised and were detached.
     """
@@ -66,6 +70,7 @@ class ManagerStatistics:
     promoting: int = 0
     leased_without_key: int = 0
     pinned: int = 0
+    kept: int = 0
     waiting_stores: int = 0
     waiting_loads: int = 0
     stored_blocks: int = 0
@@ -73,6 +78,8 @@ class ManagerStatistics:
     refused_blocks: int = 0
     failed_blocks: int = 0
     hit_blocks: int = 0
+    taken_along_blocks: int = 0
+    rescued_blocks: int = 0
     rejected_completions: int = 0
     detached_sinks: int = 0
 
@@ -95,6 +102,28 @@ class OffloadingManager(ABC):
     @abstractmethod
     def epoch(self) -> int:
         """How often `bump_epoch_nowait` was called."""
+
+    def tier_statistics(self) -> tuple[TierUseStatistics, ...]:
+        """Return the counts of each tier below; none by default."""
+        return ()
+
+    def poll_nowait(self) -> None:
+        """Move on with what goes on in the background, such as reads from tiers; never waits."""
+        return
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `poll_nowait` has something to do, if no doorbell rings before."""
+        return None
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Nothing goes on in the background that closing should wait for."""
+        return True
+
+    def add_doorbell(self, ring: Callable[[], None]) -> Callable[[], None]:
+        """Let `ring` be called, from any thread, when `poll_nowait` has something to do; return what takes it away."""
+        return lambda: None
 
     @abstractmethod
     def lookup_nowait(self, keys: Keys, ctx: ReqContext | None = None) -> list[LookupResult]:
@@ -145,8 +174,14 @@ class OffloadingManager(ABC):
         """Return a ticket that pins nothing and waits while any of `keys` is being written."""
 
     @abstractmethod
-    def complete_load_nowait(self, ticket: PrepareLoadOutput) -> Completion:
-        """Unpin what a ticket pinned; also gives a ticket up, waiting or not."""
+    def complete_load_nowait(self, ticket: PrepareLoadOutput, *, take_along: bool = False) -> Completion:
+        """Unpin what a ticket pinned; also gives a ticket up, waiting or not.
+
+        Args:
+            ticket: What was loaded, or will not be.
+            take_along: The blocks have arrived in the GPU and need not stay: those that nobody else uses, or waits
+                for, are first in line for reuse. They stay hits until they are evicted.
+        """
 
     @abstractmethod
     def prepare_store_nowait(
@@ -170,8 +205,62 @@ class OffloadingManager(ABC):
         """
 
     @abstractmethod
-    def complete_store_nowait(self, ticket: PrepareStoreOutput, success: bool = True) -> Completion:
-        """Commit what a ticket reserved, or drop it; also gives a ticket up, waiting or not."""
+    def prepare_demotion_nowait(
+        self,
+        keys: Keys,
+        ctx: ReqContext | None = None,
+        *,
+        depths: Sequence[int] | None = None,
+        filtered: bool = True,
+    ) -> PrepareStoreOutput:
+        """Reserve slots for blocks that the GPU gives up; completed like a store.
+
+        No access: they enter at a tick of their own, and nothing counts as used. Blocks that are stored already need no
+        copy; if they had been put first in line, they are back among the others. Of what does not fit, the leading
+        part is taken.
+
+        Args:
+            keys: The blocks, each after its prefix. None of them is evicted for the others.
+            ctx: The request, if they are all one's; its epoch must be the present one.
+            depths: Token position of each block's end; by default the last one is the deepest.
+            filtered: Whether a filter may leave blocks out.
+        """
+
+    @abstractmethod
+    def hint(
+        self,
+        keys: Keys,
+        *,
+        session_ended: bool = False,
+        keep_seconds: float | None = None,
+        depths: Sequence[int] | None = None,
+    ) -> int:
+        """Take advice about stored blocks, and return for how many of them it was taken; never suspends.
+
+        Args:
+            keys: All blocks of a request from its start.
+            session_ended: No further turn will come. Blocks that requests of that session alone have used, and that
+                nobody uses now, are first in line, the deepest first. Sessions are told apart by
+                `ReqContext.session_id`; what a request without one has used counts as shared.
+            keep_seconds: Evict none of the blocks before that time has passed. At most half of all slots are kept;
+                what comes after is refused. A later hint about a block replaces an earlier one; 0 ends the keeping.
+            depths: Token position of each block's end; by default the last one is the deepest.
+
+        Raises:
+            InvalidRequestError: Not exactly one of the two hints, or a negative time.
+        """
+
+    @abstractmethod
+    def complete_store_nowait(
+        self, ticket: PrepareStoreOutput, success: bool = True, *, failed_keys: Collection[OffloadKey] = ()
+    ) -> Completion:
+        """Commit what a ticket reserved, or drop it; also gives a ticket up, waiting or not.
+
+        Args:
+            ticket: What was written, or will not be.
+            success: Whether it was written.
+            failed_keys: Blocks of a successful write that are dropped even so.
+        """
 
     @abstractmethod
     def hold(self, slots: Sequence[int]) -> None:
@@ -235,9 +324,9 @@ class OffloadingManager(ABC):
         )
         return await self.wait_settled(ticket, timeout_seconds)
 
-    async def complete_load(self, ticket: PrepareLoadOutput) -> Completion:
+    async def complete_load(self, ticket: PrepareLoadOutput, *, take_along: bool = False) -> Completion:
         """See `complete_load_nowait`; never suspends."""
-        return self.complete_load_nowait(ticket)
+        return self.complete_load_nowait(ticket, take_along=take_along)
 
     async def prepare_store(
         self,
@@ -254,9 +343,23 @@ class OffloadingManager(ABC):
         ticket = self.prepare_store_nowait(keys, ctx, when_full=when_full, depths=depths, filtered=filtered)
         return await self.wait_settled(ticket, timeout_seconds)
 
-    async def complete_store(self, ticket: PrepareStoreOutput, success: bool = True) -> Completion:
+    async def prepare_demotion(
+        self,
+        keys: Keys,
+        ctx: ReqContext | None = None,
+        *,
+        depths: Sequence[int] | None = None,
+        filtered: bool = True,
+    ) -> PrepareStoreOutput:
+        """See `prepare_demotion_nowait`; waits for nothing."""
+        await checkpoint_if_cancelled()
+        return self.prepare_demotion_nowait(keys, ctx, depths=depths, filtered=filtered)
+
+    async def complete_store(
+        self, ticket: PrepareStoreOutput, success: bool = True, *, failed_keys: Collection[OffloadKey] = ()
+    ) -> Completion:
         """See `complete_store_nowait`; never suspends."""
-        return self.complete_store_nowait(ticket, success)
+        return self.complete_store_nowait(ticket, success, failed_keys=failed_keys)
 
     async def wait_ready(
         self, keys: Keys, ctx: ReqContext | None = None, *, timeout_seconds: float | None = None
@@ -268,7 +371,7 @@ class OffloadingManager(ABC):
         await checkpoint_if_cancelled()
         ticket = self.watch_nowait(keys)
         try:
-            await _wait_for_ticket(ticket, self.clock, deadline_after(self.clock, timeout_seconds))
+            await self._wait_for(ticket, deadline_after(self.clock, timeout_seconds))
         finally:
             self.complete_load_nowait(ticket)
         return self.lookup_nowait(keys, ctx)
@@ -277,7 +380,7 @@ class OffloadingManager(ABC):
         """Wait until `ticket` is settled, at the timeout with what there is; a cancelled wait gives it up."""
         if ticket.is_waiting:
             try:
-                await _wait_for_ticket(ticket, self.clock, deadline_after(self.clock, timeout_seconds))
+                await self._wait_for(ticket, deadline_after(self.clock, timeout_seconds))
             except BaseException:
                 self._give_up(ticket)
                 raise
@@ -307,8 +410,12 @@ class OffloadingManager(ABC):
         group_sizes: Sequence[int] | None = None,
         resident_tokens: int = 0,
         timeout_seconds: float | None = None,
+        take_along: bool = False,
     ) -> AsyncIterator[PrepareLoadOutput]:
-        """Pin blocks for the body; its exit, whichever way, unpins them and never suspends."""
+        """Pin blocks for the body; its exit, whichever way, unpins them and never suspends.
+
+        With `take_along`, a clean exit takes the blocks along; see `complete_load_nowait`.
+        """
         ticket = await self.prepare_load(
             keys,
             ctx,
@@ -319,8 +426,10 @@ class OffloadingManager(ABC):
         )
         try:
             yield ticket
-        finally:
+        except BaseException:
             self.complete_load_nowait(ticket)
+            raise
+        self.complete_load_nowait(ticket, take_along=take_along)
 
     @asynccontextmanager
     async def storing(
@@ -344,6 +453,21 @@ class OffloadingManager(ABC):
             raise
         self.complete_store_nowait(ticket)
 
+    async def _wait_for(self, ticket: Ticket, deadline: float | None) -> None:
+        """Wait until a ticket is settled or the deadline has come, and move on with the manager meanwhile."""
+        self.hear()
+        settled = anyio.Event()
+        ticket.on_settled(settled.set)
+        while ticket.is_waiting and not _has_come(deadline, self.clock):
+            due = self.next_deadline
+            with self.clock.cancel_at(deadline if due is None else due if deadline is None else min(due, deadline)):
+                await settled.wait()
+            self.poll_nowait()
+
+    def hear(self) -> None:
+        """Let the running event loop poll when something needs it; for managers that work in the background."""
+        return
+
     def _give_up(self, ticket: Ticket) -> None:
         if isinstance(ticket, PrepareStoreOutput):
             self.complete_store_nowait(ticket, success=False)
@@ -351,9 +475,5 @@ class OffloadingManager(ABC):
             self.complete_load_nowait(ticket)
 
 
-async def _wait_for_ticket(ticket: Ticket, clock: Clock, deadline: float | None) -> None:
-    """Wait until the ticket is settled or the deadline has come."""
-    settled = anyio.Event()
-    ticket.on_settled(settled.set)
-    with clock.cancel_at(deadline):
-        await settled.wait()
+def _has_come(deadline: float | None, clock: Clock) -> bool:
+    return deadline is not None and deadline <= clock.now()

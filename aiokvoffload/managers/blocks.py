@@ -1,20 +1,22 @@
 """Which block lives in which slot of CPU memory, whose bytes are in use, and what the slots add up to.
 
-What is kept per slot lies in arrays: a block costs memory in proportion to its index entry, and the garbage
-collector sees no object for it. A reset takes the same time at any size: old entries are freed in slices, later.
+What is kept per slot lies in arrays: a block costs memory in proportion to its index entry, the garbage collector sees
+no object for it, and one operation handles all slots of a call. A reset frees old entries in slices, later.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import IntEnum
 
 import numpy as np
+import numpy.typing as npt
 
+from aiokvoffload.key_index import make_index
 from aiokvoffload.keys import OffloadKey
-from aiokvoffload.managers.index import make_index
 from aiokvoffload.policies.base import Access, CachePolicy
+from aiokvoffload.policies.slots import SlotArray, slot_array
 from aiokvoffload.specs import LookupResult, PrepareStoreOutput
 
 Keys = Sequence[OffloadKey]
@@ -51,16 +53,22 @@ class BlockTable:
         self.slot_count = slot_count
         self._policy = policy
         self._index = make_index(slot_count)
-        self._key_of = np.empty(slot_count, dtype=object)  # a list would be walked through by the garbage collector
-        self._users = array("i", bytes(4 * slot_count))
-        self._write_number_of = array("q", bytes(8 * slot_count))
+        self._key_of: npt.NDArray[np.object_] = np.empty(slot_count, dtype=object)
+        self._users = np.zeros(slot_count, dtype=np.int32)
+        self._write_number_of = np.zeros(slot_count, dtype=np.int64)
         self._writes: dict[int, PrepareStoreOutput] = {}
         self._write_total = 0
-        self._state = bytearray(slot_count)
-        self._count_of = [slot_count, 0, 0, 0]
+        self._start()
+
+    def _start(self) -> None:
+        """Hold no blocks; slots with users are keyless."""
+        in_use = np.flatnonzero(self._users)
+        self._state = bytearray(self.slot_count)
+        self._states = np.frombuffer(self._state, dtype=np.uint8)  # the same memory, for batches
+        self._states[in_use] = _KEYLESS
+        self._count_of = [self.slot_count - len(in_use), 0, 0, len(in_use)]
         self._first_fresh = 0
-        self._reusable: list[int] = []
-        self._given_up: list[dict[OffloadKey, int]] = []
+        self._reusable = array("q")
 
     # Looking
 
@@ -96,22 +104,29 @@ class BlockTable:
         slot = self._index.get(key)
         return slot is not None and self._state[slot] == _READY
 
-    def all_ready(self, found: Found) -> bool:
-        """Return whether all blocks that were looked for are stored."""
-        state = self._state
-        return all(slot is not None and state[slot] == _READY for slot in found)
+    def all_ready(self, slots: Collection[int]) -> bool:
+        """Return whether the blocks in all of `slots` are stored."""
+        return bool((self._states[slot_array(slots)] == _READY).all())
 
     def writes(self, slots: Sequence[int]) -> set[PrepareStoreOutput]:
         """Return the tickets under which some of `slots` are being written."""
-        state = self._state
-        writing = [slot for slot in slots if state[slot] == _WRITING]
-        return {self._writes[self._write_number_of[slot]] for slot in writing}
+        if not self._count_of[_WRITING]:
+            return set()
+        asked = slot_array(slots)
+        writing = asked[self._states[asked] == _WRITING]
+        return {self._writes[number] for number in set(self._write_number_of[writing].tolist())}
 
     def room_beside(self, protected: Sequence[int]) -> int:
         """Return how many slots could be taken now, evicting anything but `protected`, which are stored."""
-        users = self._users
-        idle = [slot for slot in protected if not users[slot]]
-        return self._count_of[_FREE] + self._policy.evictable_count - len(idle)
+        room = self._count_of[_FREE] + self._policy.evictable_count
+        if protected:
+            room -= len(protected) - int(np.count_nonzero(self._users[slot_array(protected)]))
+        return room
+
+    def coldest(self, count: int) -> list[tuple[OffloadKey, int]]:
+        """Return up to `count` blocks that would leave first, in that order, each with its slot."""
+        slots = self._policy.coldest(count)
+        return list(zip(self._key_of[slot_array(slots)].tolist(), slots, strict=True))
 
     # Using
 
@@ -129,127 +144,136 @@ class BlockTable:
             self._policy.miss([keys[position] for position in missing], access.select(missing))
 
     def hold(self, slots: Sequence[int]) -> None:
-        """Count one more user of each slot."""
-        users = self._users
-        unused = []
-        for slot in slots:
-            count = users[slot]
-            users[slot] = count + 1
-            if not count:
-                unused.append(slot)
+        """Count one more user of each slot; one named twice, by two KV groups, has one more user."""
+        held = slot_array(slots)
+        user_counts = self._users[held]
+        self._users[held] = user_counts + 1
+        unused = held[user_counts == 0].tolist()
         if unused:
-            self._policy.pin(unused)
+            self._policy.pin(_each_once(unused))
 
     def release(self, slots: Sequence[int]) -> None:
         """Count one user less of each slot."""
-        users, state = self._users, self._state
-        idle = []
-        for slot in slots:
-            users[slot] = count = users[slot] - 1
-            if not count:
-                idle.append(slot)
-        ready = [slot for slot in idle if state[slot] == _READY]
+        released = slot_array(slots)
+        user_counts = self._users[released] - 1
+        self._users[released] = user_counts
+        idle = released[user_counts == 0]
+        is_ready = self._states[idle] == _READY
+        ready = idle[is_ready].tolist()
         if ready:
-            self._policy.unpin(ready)
+            self._policy.unpin(_each_once(ready))
         if len(ready) < len(idle):
-            self._make_free([slot for slot in idle if state[slot] == _KEYLESS], _KEYLESS)
+            keyless = _each_once(idle[~is_ready].tolist())
+            self._make_free(slot_array(keyless), _KEYLESS)
+
+    # Placement
+
+    def is_stored(self, slot: int) -> bool:
+        """Return whether the block of a slot can be loaded."""
+        return self._state[slot] == _READY
+
+    def idle(self, slots: Sequence[int]) -> list[int]:
+        """Return those of `slots` whose block can be loaded and that have no users."""
+        asked = slot_array(slots)
+        idle: list[int] = asked[(self._users[asked] == 0) & (self._states[asked] == _READY)].tolist()
+        return idle
+
+    def count_used_once(self, mask: npt.NDArray[np.bool_]) -> int:
+        """Return how many of the slots in a mask have exactly one user."""
+        return int(np.count_nonzero(self._users[mask] == 1))
+
+    def drop_one_user(self, mask: npt.NDArray[np.bool_]) -> None:
+        """Count one user less of each slot in a mask, just before `clear`."""
+        self._users[mask] -= 1
 
     # Changing
 
-    def evict(self, count: int, protected: Sequence[int]) -> list[OffloadKey] | None:
-        """Let `count` blocks leave and return their keys; None, and no change, if the policy has not that many."""
-        victims = self._policy.evict(count, protected)
-        if victims is None:
-            return None
-        if not victims:
-            return []
-        keys: list[OffloadKey] = [self._key_of[slot] for slot in victims]
-        self._index.drop(keys)
-        self._make_free(victims, _READY)
-        return keys
+    def reserve(
+        self, keys: Keys, write: PrepareStoreOutput, access: Access, protected: Sequence[int]
+    ) -> tuple[list[int], list[OffloadKey]] | None:
+        """Give each key a slot, to be written under a ticket, evicting others if need be.
 
-    def reserve(self, keys: Keys, write: PrepareStoreOutput, access: Access) -> list[int]:
-        """Give each key one of the free slots, which there must be, to be written under a ticket.
+        Slots that were never used come first, then the one given up last.
 
-        Slots that were never used come first, then the one freed last.
+        Args:
+            keys: None of them has a slot.
+            write: The ticket.
+            access: To `keys`.
+            protected: Slots that are not evicted.
+
+        Returns:
+            The slots, and the keys that had to leave for them. None if the policy cannot give up as many: then nothing
+            has changed.
         """
         if not keys:
-            return []
-        slots = self._take_free(len(keys))
+            return [], []
+        victims = self._policy.evict(max(0, len(keys) - self.free_count), protected)
+        if victims is None:
+            return None
+        evicted: list[OffloadKey] = []
+        taken = slot_array(victims)[::-1]
+        if victims:
+            evicted = self._key_of[taken[::-1]].tolist()
+            self._index.drop(evicted)
+        if len(victims) < len(keys):
+            taken = self._take_free(len(keys) - len(victims), taken)
+        slots: list[int] = taken.tolist()
+        self._index.put(keys, slots)
         self._write_total = number = self._write_total + 1
         self._writes[number] = write
-        self._index.put(keys, slots)
-        key_of, users, state, write_number_of = self._key_of, self._users, self._state, self._write_number_of
-        for key, slot in zip(keys, slots, strict=True):
-            key_of[slot] = key
-        for slot in slots:
-            users[slot] = 1
-            state[slot] = _WRITING
-            write_number_of[slot] = number
-        self._count_of[_FREE] -= len(slots)
+        self._key_of[taken] = keys
+        self._users[taken] = 1
+        self._states[taken] = _WRITING
+        self._write_number_of[taken] = number
+        self._count_of[_READY] -= len(victims)
+        self._count_of[_FREE] -= len(slots) - len(victims)
         self._count_of[_WRITING] += len(slots)
         self._policy.insert(slots, keys, access)
-        return slots
+        return slots, evicted
 
-    def commit(self, slots: Sequence[int]) -> None:
-        """Make written slots ready; the ticket that wrote them is still their user."""
-        self._end_write(slots, _READY)
-
-    def drop(self, slots: Sequence[int]) -> None:
-        """Take slots whose write has failed away from their keys; the ticket is still their user."""
-        self._policy.remove(slots)
-        self._index.drop([self._key_of[slot] for slot in slots])
-        self._end_write(slots, _KEYLESS)
+    def end_write(self, write: PrepareStoreOutput, written: Sequence[int], failed: Sequence[int]) -> None:
+        """Make written slots of a ticket ready, and take failed ones away from their keys; it is still their user."""
+        if failed:
+            dropped = slot_array(failed)
+            self._policy.remove(failed)
+            self._index.drop(self._key_of[dropped].tolist())
+            self._states[dropped] = _KEYLESS
+        self._states[slot_array(written)] = _READY
+        self._count_of[_WRITING] -= len(written) + len(failed)
+        self._count_of[_READY] += len(written)
+        self._count_of[_KEYLESS] += len(failed)
+        if write.slots:
+            del self._writes[self._write_number_of.item(write.slots[0])]
 
     def clear(self) -> None:
         """Take every block away; slots without users are free, the others become keyless."""
-        in_use = np.flatnonzero(np.frombuffer(self._users, dtype=np.int32)).tolist()
         self._policy.clear()
-        self._given_up += self._index.parts()
-        self._index = make_index(self.slot_count)
+        self._index.clear()
         self._writes = {}
-        self._state = bytearray(self.slot_count)
-        for slot in in_use:
-            self._state[slot] = _KEYLESS
-        self._count_of = [self.slot_count - len(in_use), 0, 0, len(in_use)]
-        self._first_fresh = 0
-        self._reusable = []
+        self._start()
 
-    def free_given_up(self) -> None:
-        """Free a slice of what the last reset has left behind."""
-        if self._given_up:
-            self._given_up.pop()
-
-    def _take_free(self, count: int) -> list[int]:
-        state, total = self._state, self.slot_count
-        slots: list[int] = []
-        while len(slots) < count and self._first_fresh < total:
+    def _take_free(self, count: int, given_up: SlotArray) -> SlotArray:
+        """Take free slots, and put those that were given up just now among them."""
+        parts: list[SlotArray] = []
+        while count and self._first_fresh < self.slot_count:
             start = self._first_fresh
-            self._first_fresh = min(total, start + count - len(slots))
+            self._first_fresh = min(self.slot_count, start + count)
             # After a reset, slots that are still in use lie among the fresh ones.
-            slots += [slot for slot in range(start, self._first_fresh) if state[slot] == _FREE]
-        if reused := count - len(slots):
-            slots += self._reusable[: -reused - 1 : -1]
-            del self._reusable[-reused:]
-        return slots
+            parts.append(start + np.flatnonzero(self._states[start : self._first_fresh] == _FREE))
+            count -= len(parts[-1])
+        first = len(self._reusable) - count
+        parts += given_up, np.array(self._reusable[first:])[::-1]
+        del self._reusable[first:]
+        return np.concatenate(parts)
 
-    def _make_free(self, slots: Sequence[int], old: int) -> None:
-        state, first_fresh = self._state, self._first_fresh
-        for slot in slots:
-            state[slot] = _FREE
+    def _make_free(self, slots: SlotArray, old: int) -> None:
+        self._states[slots] = _FREE
         self._count_of[old] -= len(slots)
         self._count_of[_FREE] += len(slots)
-        if first_fresh == self.slot_count:
-            self._reusable.extend(slots)
-        else:
-            self._reusable.extend([slot for slot in slots if slot < first_fresh])
+        if self._first_fresh < self.slot_count:
+            slots = slots[slots < self._first_fresh]
+        self._reusable.frombytes(slots.tobytes())
 
-    def _end_write(self, slots: Sequence[int], new: int) -> None:
-        """Change the state of slots that were all being written, under one ticket."""
-        state = self._state
-        for slot in slots:
-            state[slot] = new
-        self._count_of[_WRITING] -= len(slots)
-        self._count_of[new] += len(slots)
-        if slots:
-            del self._writes[self._write_number_of[slots[0]]]
+
+def _each_once(slots: list[int]) -> list[int]:
+    return slots if len(set(slots)) == len(slots) else list(dict.fromkeys(slots))

@@ -54,7 +54,8 @@ class PrefixMatcher:
         parts: list[Keys] = []
         start = 0
         for size in group_sizes:
-            parts.append(list(dict.fromkeys(keys[start : start + size])))
+            part = keys[start : start + size]
+            parts.append(part if len(set(part)) == size else list(dict.fromkeys(part)))
             start += size
         return parts
 

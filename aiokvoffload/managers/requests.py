@@ -38,9 +38,13 @@ class RequestTable:
         """Count the request's access now unless it has been counted; return whether it was counted now."""
         if binding.tick:
             return False
-        self._last_tick += 1
-        binding.tick = self._last_tick
+        binding.tick = self.next_tick()
         return True
+
+    def next_tick(self) -> int:
+        """Return a tick of its own for something that is no access."""
+        self._last_tick += 1
+        return self._last_tick
 
     def _remember(self, req_id: str, binding: RequestBinding) -> None:
         self._recent[req_id] = binding

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from aiokvoffload.errors import ConfigurationError, InvalidRequestError
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.managers.base import Keys, ManagerStatistics, OffloadingManager, WhenFull
 from aiokvoffload.managers.requests import RequestTable
+from aiokvoffload.managers.tier_plan import TierUseStatistics
 from aiokvoffload.managers.waits import Take
 from aiokvoffload.specs import (
     Completion,
@@ -66,6 +67,32 @@ class FilterReusedOffloadingManager(OffloadingManager):
         """The backing manager's epoch."""
         return self._backing.epoch
 
+    def tier_statistics(self) -> tuple[TierUseStatistics, ...]:
+        """The backing manager's."""
+        return self._backing.tier_statistics()
+
+    def poll_nowait(self) -> None:
+        """Let the backing manager move on."""
+        self._backing.poll_nowait()
+
+    @property
+    def next_deadline(self) -> float | None:
+        """The backing manager's."""
+        return self._backing.next_deadline
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether the backing manager is."""
+        return self._backing.is_at_rest
+
+    def add_doorbell(self, ring: Callable[[], None]) -> Callable[[], None]:
+        """Let the backing manager ring."""
+        return self._backing.add_doorbell(ring)
+
+    def hear(self) -> None:
+        """Let the running event loop poll the backing manager."""
+        self._backing.hear()
+
     @property
     def tracked_count(self) -> int:
         """How many blocks' uses are remembered."""
@@ -88,25 +115,40 @@ class FilterReusedOffloadingManager(OffloadingManager):
         filtered: bool = True,
     ) -> PrepareStoreOutput:
         """Offer those blocks that have been used often enough, or are stored already."""
-        if depths is not None and len(depths) != len(keys):
-            raise InvalidRequestError(f"{len(keys)} keys need as many depths, not {len(depths)}")
+        _check_depths(keys, depths)
         ctx = ctx or ReqContext("")
         if not self._requests.bind(ctx, self.epoch).tick:
             self.touch(keys, ctx, depths=depths)
-        offered = list(range(len(keys)))
-        if filtered:
-            offered = [index for index, key in enumerate(keys) if self._is_worth_storing(key)]
+        passed, passed_depths = self._pass(keys, depths) if filtered else (keys, depths)
         ticket = self._backing.prepare_store_nowait(
-            [keys[index] for index in offered],
-            ctx,
-            when_full=when_full,
-            depths=None if depths is None else [depths[index] for index in offered],
-            filtered=filtered,
+            passed, ctx, when_full=when_full, depths=passed_depths, filtered=filtered
         )
-        if len(offered) < len(keys):
-            passed = {keys[index] for index in offered}
-            ticket.filtered_keys = [*ticket.filtered_keys, *(key for key in dict.fromkeys(keys) if key not in passed)]
-        return ticket
+        return _note_filtered(ticket, keys, passed)
+
+    def prepare_demotion_nowait(
+        self,
+        keys: Keys,
+        ctx: ReqContext | None = None,
+        *,
+        depths: Sequence[int] | None = None,
+        filtered: bool = True,
+    ) -> PrepareStoreOutput:
+        """Let those blocks go down that have been used often enough, or are stored already; counts no use."""
+        _check_depths(keys, depths)
+        passed, passed_depths = self._pass(keys, depths) if filtered else (keys, depths)
+        ticket = self._backing.prepare_demotion_nowait(passed, ctx, depths=passed_depths, filtered=filtered)
+        return _note_filtered(ticket, keys, passed)
+
+    def hint(
+        self,
+        keys: Keys,
+        *,
+        session_ended: bool = False,
+        keep_seconds: float | None = None,
+        depths: Sequence[int] | None = None,
+    ) -> int:
+        """Hand the hint to the backing manager."""
+        return self._backing.hint(keys, session_ended=session_ended, keep_seconds=keep_seconds, depths=depths)
 
     def lookup_nowait(self, keys: Keys, ctx: ReqContext | None = None) -> list[LookupResult]:
         """Ask the backing manager."""
@@ -141,13 +183,15 @@ class FilterReusedOffloadingManager(OffloadingManager):
         """Watch in the backing manager."""
         return self._backing.watch_nowait(keys)
 
-    def complete_load_nowait(self, ticket: PrepareLoadOutput) -> Completion:
+    def complete_load_nowait(self, ticket: PrepareLoadOutput, *, take_along: bool = False) -> Completion:
         """Unpin in the backing manager."""
-        return self._backing.complete_load_nowait(ticket)
+        return self._backing.complete_load_nowait(ticket, take_along=take_along)
 
-    def complete_store_nowait(self, ticket: PrepareStoreOutput, success: bool = True) -> Completion:
+    def complete_store_nowait(
+        self, ticket: PrepareStoreOutput, success: bool = True, *, failed_keys: Collection[OffloadKey] = ()
+    ) -> Completion:
         """Commit or drop in the backing manager."""
-        return self._backing.complete_store_nowait(ticket, success)
+        return self._backing.complete_store_nowait(ticket, success, failed_keys=failed_keys)
 
     def hold(self, slots: Sequence[int]) -> None:
         """Hold slots of the backing manager."""
@@ -176,6 +220,11 @@ class FilterReusedOffloadingManager(OffloadingManager):
     def close_nowait(self) -> None:
         """Close the backing manager."""
         self._backing.close_nowait()
+
+    def _pass(self, keys: Keys, depths: Sequence[int] | None) -> tuple[Keys, Sequence[int] | None]:
+        """Return the keys that are worth storing, with their depths."""
+        passed = [index for index, key in enumerate(keys) if self._is_worth_storing(key)]
+        return [keys[index] for index in passed], None if depths is None else [depths[index] for index in passed]
 
     def _is_worth_storing(self, key: OffloadKey) -> bool:
         uses = self._uses.get(key)
@@ -206,3 +255,15 @@ def with_reuse_filter(
     if store_threshold in (0, 1):
         return manager
     return FilterReusedOffloadingManager(manager, store_threshold=store_threshold, max_tracker_size=max_tracker_size)
+
+
+def _check_depths(keys: Keys, depths: Sequence[int] | None) -> None:
+    if depths is not None and len(depths) != len(keys):
+        raise InvalidRequestError(f"{len(keys)} keys need as many depths, not {len(depths)}")
+
+
+def _note_filtered(ticket: PrepareStoreOutput, keys: Keys, passed: Keys) -> PrepareStoreOutput:
+    if len(passed) < len(keys):
+        known = set(passed)
+        ticket.filtered_keys = [*ticket.filtered_keys, *(key for key in dict.fromkeys(keys) if key not in known)]
+    return ticket

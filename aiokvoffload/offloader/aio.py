@@ -14,6 +14,7 @@ from aiokvoffload.offloader.handles import TransferHandle
 from aiokvoffload.offloader.machine import ALREADY_DONE, After, OffloaderMachine
 from aiokvoffload.offloader.parts import Parts
 from aiokvoffload.offloader.subscriptions import DEFAULT_EVENT_BUFFER, EventStream
+from aiokvoffload.offloader.tickets import LoadTicket
 from aiokvoffload.specs import LookupResult, ReqContext, StoreOutcome, TransferResult
 from aiokvoffload.transfers.poller import Poller, PollStep
 
@@ -33,7 +34,11 @@ class Offloader(OffloaderMachine):
         super().__init__(parts)
         self._is_closing = False
         self._poller = Poller(
-            self._step_for_poller, lambda: self.drain(self.deadlines.landing_seconds), parts.device, parts.clock
+            self._step_for_poller,
+            lambda: self.drain(self.deadlines.landing_seconds),
+            parts.device,
+            parts.clock,
+            add_doorbell=self.manager.add_doorbell,
         )
         self._poller.start()
 
@@ -58,6 +63,7 @@ class Offloader(OffloaderMachine):
         *,
         timeout_seconds: float | None = None,
         after: After = None,
+        take_along: bool | None = None,
     ) -> int:
         """Load the longest prefix and return how many tokens of it have arrived; 0 for a miss or a failure.
 
@@ -71,6 +77,7 @@ class Offloader(OffloaderMachine):
             timeout_seconds: How long to wait for blocks that are still being written; by default
                 `Deadlines.pending_seconds`.
             after: What the copies wait for instead of the compute stream.
+            take_along: Whether the blocks need not stay in CPU memory; see `LoadTicket.start`.
 
         Raises:
             InvalidRequestError: Keys and GPU blocks do not fit.
@@ -83,7 +90,7 @@ class Offloader(OffloaderMachine):
         with self.prepare_load(keys, ctx) as ticket:
             if await ticket.ready(timeout_seconds=timeout_seconds) is LookupResult.MISS:
                 return 0
-            handle = ticket.start(ticket.choose(blocks), after=after)
+            handle = ticket.start(ticket.choose(blocks), after=after, take_along=take_along)
         return (await self._finish(handle)).token_count
 
     async def store(
@@ -106,6 +113,28 @@ class Offloader(OffloaderMachine):
         """
         await checkpoint_if_cancelled()
         handle = self.store_soon(keys, gpu_blocks, ctx, filtered=filtered, first_block=first_block, after=after)
+        await self._finish(handle)
+        return handle.outcomes
+
+    async def demote(
+        self,
+        keys: Sequence[OffloadKey],
+        gpu_blocks: Sequence[int],
+        ctx: ReqContext | None = None,
+        *,
+        filtered: bool = True,
+        after: After = None,
+    ) -> tuple[StoreOutcome, ...]:
+        """Store blocks that the GPU gives up, and return what became of each once all GPU blocks are idle.
+
+        Arguments as in `demote_soon`.
+
+        Raises:
+            InvalidRequestError: Keys and GPU blocks do not fit.
+            BlocksInFlightError: A copy has not landed by its deadline.
+        """
+        await checkpoint_if_cancelled()
+        handle = self.demote_soon(keys, gpu_blocks, ctx, filtered=filtered, after=after)
         await self._finish(handle)
         return handle.outcomes
 
@@ -148,7 +177,12 @@ class Offloader(OffloaderMachine):
                 await self._poller.stop()
             finally:
                 stuck = self.gpu_blocks_in_flight()
-                self.close_parts()
+                self.guarded(self.manager.close_nowait)
+                try:
+                    for tier in self._parts.tiers:
+                        await tier.aclose(drain_seconds=seconds)
+                finally:
+                    self.close_parts()
         if stuck:
             raise BlocksInFlightError(stuck, seconds)
 
@@ -164,16 +198,27 @@ class Offloader(OffloaderMachine):
         if self._poller.is_elsewhere:
             raise WrongThreadError("this offloader belongs to another event loop; open one in each")
 
+    def prepare_load(
+        self, keys: Sequence[OffloadKey], ctx: ReqContext | None = None, *, resident_tokens: int = 0
+    ) -> LoadTicket:
+        """See `OffloaderMachine.prepare_load`."""
+        ticket = super().prepare_load(keys, ctx, resident_tokens=resident_tokens)
+        if ticket.result is LookupResult.PENDING:
+            self._poller.wake()  # a tier that is asked has a deadline
+        return ticket
+
     def _launch(self, *args: Any, **kwargs: Any) -> None:
         super()._launch(*args, **kwargs)
         self._poller.wake()
 
     def _is_at_rest(self) -> bool:
-        return not self._worker.sent_count and not self._worker.queued_count
+        return not self._worker.sent_count and not self._worker.queued_count and self.manager.is_at_rest
 
     def _step_for_poller(self) -> PollStep:
         step = self.step()
         self._ended.clear()
+        if self._is_closing:
+            self._end_watchers.notify()
         return step
 
     async def _finish(self, handle: TransferHandle) -> TransferResult:

@@ -170,13 +170,14 @@ class TransferHandle:
         if transfer is None:
             return
         success = transfer.success and not transfer.is_overdue
+        if self._lease is not None:
+            # Before the ticket is closed: whether anybody else uses the blocks is looked at there.
+            self._machine.guarded(self._lease.release)
         error = transfer.error or ("withdrawn before it was sent" if transfer.is_withdrawn else None)
         if transfer.is_overdue:
             error = error or "it landed after its deadline"
         elif not self._close(success) and success:
             success, error = False, "its blocks no longer count: a reset came between"
-        if self._lease is not None:
-            self._machine.guarded(self._lease.release)
         self._result = TransferResult(
             transfer.job_id,
             success=success,

@@ -17,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiokvoffload.devices.base import Direction, Event, Stream
-from aiokvoffload.errors import DeviceError, StateError
+from aiokvoffload.errors import DeviceError, InvalidRequestError, StateError
 from aiokvoffload.keys import (
     CacheIdentity,
     OffloadKey,
     block_hashes,
+    offload_group_index,
     offload_keys,
     root_hash,
 )
@@ -36,6 +37,7 @@ from aiokvoffload.specs import (
     Completion,
     CPULoadStoreSpec,
     GPULoadStoreSpec,
+    LookupResult,
     PrepareLoadOutput,
     PrepareStoreOutput,
     ReqContext,
@@ -160,15 +162,118 @@ class OffloaderMachine:
             depths=self.shapes.depths(sizes, first_block),
             filtered=filtered,
         )
-        outcomes = ticket.outcomes(keys)
+        return self._launch_store(keys, blocks, ticket, ticket.outcomes(keys), event)
+
+    def _launch_store(
+        self,
+        keys: Sequence[OffloadKey],
+        gpu_blocks: Sequence[int],
+        ticket: PrepareStoreOutput,
+        outcomes: tuple[StoreOutcome, ...],
+        event: Event | None,
+        *,
+        is_sent_now: bool = False,
+    ) -> TransferHandle:
+        """Start to copy what a ticket has accepted."""
         if not ticket.slots:
             self.manager.complete_store_nowait(ticket)
             return TransferHandle(self, outcomes=outcomes).finish_empty()
-        stored, counts = self.shapes.blocks_to_store(keys, blocks, ticket.keys_to_store)
+        stored, counts = self.shapes.blocks_to_store(keys, gpu_blocks, ticket.keys_to_store)
         gpu_spec = GPULoadStoreSpec(stored, counts, [0] * len(counts))
         handle = TransferHandle(self, stored, outcomes)
-        self._launch(handle, Direction.STORE, gpu_spec, ticket, event)
+        self._launch(handle, Direction.STORE, gpu_spec, ticket, event, is_sent_now=is_sent_now)
         return handle
+
+    # Placement
+
+    def demote_soon(
+        self,
+        keys: Sequence[OffloadKey],
+        gpu_blocks: Sequence[int],
+        ctx: ReqContext | None = None,
+        *,
+        filtered: bool = True,
+        after: After = None,
+    ) -> TransferHandle:
+        """Store blocks that the GPU gives up, without queueing: the copies are sent before this returns, or refused.
+
+        So `handle.fence()` can follow, and then the GPU blocks can be used again. It is no access of any request.
+        Blocks that are stored already are not copied, and stay where they are as if they were stored now. Refused is
+        what finds no room, what the byte budget has no room for, and what a load that is still queued will fill.
+
+        Args:
+            keys: In bulk, of any requests, KV group after group; each after its prefix, as the last one leaves CPU
+                memory first. Turn the order round in which a prefix cache gives blocks up.
+            gpu_blocks: `block_size_factor` GPU blocks for each key, in the same order.
+            ctx: The request, if the blocks are all one's and were computed in its epoch.
+            filtered: Whether blocks that are not reused may be left out.
+            after: What the copies wait for instead of the compute stream.
+
+        Raises:
+            InvalidRequestError: Keys and GPU blocks do not fit; nothing was stored.
+        """
+        self._check()
+        sizes = self.shapes.group_sizes(keys)
+        blocks = self.shapes.check_blocks(gpu_blocks, len(keys) * self.block_size_factor)
+        if self._fault is not None:
+            return TransferHandle(self, outcomes=(StoreOutcome.REFUSED,) * len(keys)).finish_empty()
+        event = self._event_for(after)
+        chosen = self._choose_sendable(keys, blocks)
+        depths = self.shapes.depths(sizes)
+        ticket = self.manager.prepare_demotion_nowait(
+            [keys[position] for position in chosen],
+            ctx,
+            depths=[depths[position] for position in chosen],
+            filtered=filtered,
+        )
+        offered = {keys[position] for position in chosen}
+        outcomes = tuple(
+            outcome if key in offered else StoreOutcome.REFUSED
+            for key, outcome in zip(keys, ticket.outcomes(keys), strict=True)
+        )
+        return self._launch_store(keys, blocks, ticket, outcomes, event, is_sent_now=True)
+
+    def _choose_sendable(self, keys: Sequence[OffloadKey], gpu_blocks: Sequence[int]) -> list[int]:
+        """Return the positions of the keys that need no copy, or whose copies could be sent now."""
+        allowed_bytes = self._worker.sendable_bytes()
+        filled_later = self._worker.blocks_with_queued_loads(gpu_blocks)
+        factor = self.block_size_factor
+        chosen: list[int] = []
+        seen: set[OffloadKey] = set()
+        for position, result in enumerate(self.manager.lookup_nowait(keys)):
+            if keys[position] in seen:
+                continue
+            seen.add(keys[position])
+            if result is LookupResult.MISS:
+                span = gpu_blocks[position * factor : (position + 1) * factor]
+                byte_count = self._layout.group_slot_bytes[offload_group_index(keys[position])]
+                if not filled_later.isdisjoint(span):
+                    continue
+                if allowed_bytes is not None:
+                    if byte_count > allowed_bytes:
+                        continue
+                    allowed_bytes -= byte_count
+            chosen.append(position)
+        return chosen
+
+    def hint(
+        self, keys: Sequence[OffloadKey], *, session_ended: bool = False, keep_seconds: float | None = None
+    ) -> int:
+        """Advise on stored blocks, and return for how many of them the advice was taken.
+
+        Args:
+            keys: All blocks of a request from its start, KV group after group.
+            session_ended: No further turn will come. Blocks that requests of that session alone have used, and that
+                nobody uses now, are first in line for reuse. Sessions are told apart by `ReqContext.session_id`.
+            keep_seconds: Evict none of the blocks before that time has passed; at most half of CPU memory is kept,
+                what comes after that is refused. 0 ends the keeping.
+
+        Raises:
+            InvalidRequestError: Not exactly one of the two, or a negative time.
+        """
+        self._check()
+        depths = self.shapes.depths(self.shapes.group_sizes(keys))
+        return self.manager.hint(keys, session_ended=session_ended, keep_seconds=keep_seconds, depths=depths)
 
     # Loading
 
@@ -206,9 +311,18 @@ class OffloaderMachine:
         gpu_blocks: Sequence[int],
         after: After,
         token_count: int,
+        *,
+        take_along: bool | None = None,
     ) -> TransferHandle:
         """Start to load what a settled ticket has pinned; for `LoadTicket.start`."""
         self._check()
+        if take_along and self.block_size_factor > 1:
+            raise InvalidRequestError(
+                f"take_along needs a block_size_factor of 1, not {self.block_size_factor}: "
+                "a load may leave a part of an offloaded block behind"
+            )
+        if take_along is None:
+            take_along = self._parts.placement == "exclusive"
         blocks = self.shapes.check_blocks(gpu_blocks, sum(group_sizes))
         self.shapes.check_distinct_blocks(blocks, group_sizes)
         event = self._event_for(after)
@@ -217,7 +331,7 @@ class OffloaderMachine:
             return TransferHandle(self, token_count=token_count).finish_empty(("CPU", "GPU"))
         gpu_spec = GPULoadStoreSpec(blocks, group_sizes, block_indices)
         handle = TransferHandle(self, blocks, token_count=token_count)
-        self._launch(handle, Direction.LOAD, gpu_spec, ticket, event)
+        self._launch(handle, Direction.LOAD, gpu_spec, ticket, event, take_along=take_along)
         return handle
 
     # Moving on
@@ -232,7 +346,15 @@ class OffloaderMachine:
     def step(self) -> PollStep:
         """Poll once and say when to poll next; never raises."""
         self.guarded(self._worker.poll)
-        return PollStep(bool(self._ended), self._worker.seconds_to_landing(), self._worker.seconds_to_deadline())
+        self.guarded(self.manager.poll_nowait)
+        return PollStep(bool(self._ended), self._worker.seconds_to_landing(), self._seconds_to_deadline())
+
+    def _seconds_to_deadline(self) -> float | None:
+        seconds, due = self._worker.seconds_to_deadline(), self.manager.next_deadline
+        if due is None:
+            return seconds
+        to_manager = due - self.clock.now()
+        return to_manager if seconds is None else min(seconds, to_manager)
 
     def block_until(self, is_over: Callable[[], bool], timeout_seconds: float) -> None:
         """Poll, blocking the thread in between, until `is_over` or the timeout."""
@@ -311,6 +433,7 @@ class OffloaderMachine:
             load_seconds=worker.busy_seconds[Direction.LOAD],
             joined_blocks=worker.joined_block_count,
             fault=self._fault,
+            tiers=self.manager.tier_statistics(),
         )
 
     def close_parts(self) -> None:
@@ -322,6 +445,8 @@ class OffloaderMachine:
             return
         self._owner.is_closed = True
         self.guarded(self.manager.close_nowait)
+        for tier in self._parts.tiers:
+            self.guarded(partial(tier.close, drain_seconds=0.0))
         self._parts.hub.close()
         if not self._worker.sent_count:
             self._parts.memory.close()
@@ -344,12 +469,17 @@ class OffloaderMachine:
         gpu_spec: GPULoadStoreSpec,
         ticket: PrepareStoreOutput | PrepareLoadOutput,
         event: Event | None,
+        *,
+        is_sent_now: bool = False,
+        take_along: bool = False,
     ) -> None:
         """Hand a transfer to the worker; if that fails, the ticket is closed."""
 
         def close(success: bool) -> bool:
             if isinstance(ticket, PrepareStoreOutput):
                 completion = self.guarded(lambda: self.manager.complete_store_nowait(ticket, success))
+            elif success and take_along:
+                completion = self.guarded(lambda: self.manager.complete_load_nowait(ticket, take_along=True))
             else:
                 completion = self.guarded(lambda: self.manager.complete_load_nowait(ticket))
             return completion is Completion.APPLIED
@@ -357,7 +487,8 @@ class OffloaderMachine:
         lease = ticket.lease()
         try:
             cpu_spec = CPULoadStoreSpec(ticket.slots)
-            self._worker.submit(handle.launch(direction, gpu_spec, cpu_spec, event, lease, close))
+            transfer = handle.launch(direction, gpu_spec, cpu_spec, event, lease, close)
+            (self._worker.submit_now if is_sent_now else self._worker.submit)(transfer)
         except BaseException:
             close(False)
             lease.release()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aiokvoffload.managers.base import ManagerStatistics
+from aiokvoffload.managers.tier_plan import TierUseStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class OffloaderStatistics:
         load_seconds: Device time of the loads.
         joined_blocks: GPU blocks whose load joined a copy under way.
         fault: Why everything is now a miss and a refusal; None while all is well.
+        tiers: Each tier below CPU memory.
     """
 
     manager: ManagerStatistics
@@ -34,3 +36,4 @@ class OffloaderStatistics:
     load_seconds: float
     joined_blocks: int
     fault: str | None
+    tiers: tuple[TierUseStatistics, ...] = ()

@@ -32,6 +32,7 @@ class SyncOffloader(OffloaderMachine):
         *,
         timeout_seconds: float | None = None,
         after: After = None,
+        take_along: bool | None = None,
     ) -> int:
         """Load the longest prefix, blocking, and return how many tokens of it have arrived.
 
@@ -50,7 +51,7 @@ class SyncOffloader(OffloaderMachine):
             ticket.settle()
             if ticket.result is LookupResult.MISS:
                 return 0
-            handle = ticket.start(ticket.choose(blocks), after=after)
+            handle = ticket.start(ticket.choose(blocks), after=after, take_along=take_along)
         return handle.wait(timeout_seconds=self.deadlines.landing_seconds).token_count
 
     def store(
@@ -75,6 +76,27 @@ class SyncOffloader(OffloaderMachine):
         handle.wait(timeout_seconds=self.deadlines.landing_seconds)
         return handle.outcomes
 
+    def demote(
+        self,
+        keys: Sequence[OffloadKey],
+        gpu_blocks: Sequence[int],
+        ctx: ReqContext | None = None,
+        *,
+        filtered: bool = True,
+        after: After = None,
+    ) -> tuple[StoreOutcome, ...]:
+        """Store blocks that the GPU gives up, blocking, and return what became of each.
+
+        Arguments as in `demote_soon`.
+
+        Raises:
+            InvalidRequestError: Keys and GPU blocks do not fit.
+            BlocksInFlightError: A copy has not landed by its deadline.
+        """
+        handle = self.demote_soon(keys, gpu_blocks, ctx, filtered=filtered, after=after)
+        handle.wait(timeout_seconds=self.deadlines.landing_seconds)
+        return handle.outcomes
+
     def reset(self) -> None:
         """See `reset_nowait`."""
         self.reset_nowait()
@@ -93,7 +115,9 @@ class SyncOffloader(OffloaderMachine):
             return
         self._owner.check_thread()
         seconds = self.deadlines.drain_seconds if drain_seconds is None else drain_seconds
+        deadline = self.clock.now() + seconds
         self.drain(seconds)
+        self.block_until(lambda: self.manager.is_at_rest, max(0.0, deadline - self.clock.now()))
         stuck = self.gpu_blocks_in_flight()
         self.close_parts()
         if stuck:

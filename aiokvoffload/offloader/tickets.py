@@ -80,12 +80,16 @@ class LoadTicket:
         if self._ticket.is_waiting:
             self._machine.manager.settle_nowait(self._ticket)
 
-    def start(self, gpu_blocks: Sequence[int], *, after: After = None) -> TransferHandle:
+    def start(
+        self, gpu_blocks: Sequence[int], *, after: After = None, take_along: bool | None = None
+    ) -> TransferHandle:
         """Load into `gpu_blocks`, which come group after group, `group_sizes` of each.
 
         Args:
             gpu_blocks: Where to; theirs is undefined content until the handle's result is good.
             after: What the copies wait for instead of the compute stream.
+            take_along: Whether blocks that have landed, and that nobody else uses, are first in line for reuse in CPU
+                memory. By default they are under exclusive placement. False where the engine will not demote them.
 
         Raises:
             StateError: The ticket was started or aborted before, or is PENDING.
@@ -95,7 +99,9 @@ class LoadTicket:
             raise StateError("this ticket was started or aborted before; prepare a new load")
         if self._ticket.is_waiting:
             raise StateError("blocks of this load are still being written; await ticket.ready() first")
-        handle = self._machine.launch_load(self._ticket, *self._shape(), gpu_blocks, after, self.token_count)
+        handle = self._machine.launch_load(
+            self._ticket, *self._shape(), gpu_blocks, after, self.token_count, take_along=take_along
+        )
         self._is_used = True
         return handle
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import compress
 
 import numpy as np
+import numpy.typing as npt
 
 from aiokvoffload.errors import ConfigurationError
 from aiokvoffload.keys import OffloadKey
@@ -13,6 +13,7 @@ from aiokvoffload.policies.base import Access
 from aiokvoffload.policies.candidates import CANDIDATES, HALF_LIVES
 from aiokvoffload.policies.history import DEFAULT_HISTORY_BYTES_PER_BLOCK, InsertionClock
 from aiokvoffload.policies.ranking import RankedPolicy
+from aiokvoffload.policies.slots import SlotArray, slot_array
 from aiokvoffload.policies.tournament import Tournament
 from aiokvoffload.policies.uses import LAST, PREVIOUS, GhostRows, Uses, UseTable
 
@@ -59,8 +60,7 @@ class AdaptivePolicy(RankedPolicy):
         self._clock = InsertionClock()
         self._hash_of = np.zeros(capacity, dtype=np.int64)
         self._is_sampled = np.zeros(capacity, dtype=bool)
-        self._ranked_by = bytearray(capacity)
-        self._rankers = np.frombuffer(self._ranked_by, dtype=np.uint8)  # the same memory, for batches
+        self._ranked_by = np.zeros(capacity, dtype=np.uint8)
         self._winner = self._current = 0
 
     @property
@@ -86,32 +86,33 @@ class AdaptivePolicy(RankedPolicy):
     def insert(self, slots: Sequence[int], keys: Sequence[OffloadKey], access: Access) -> None:
         """Make `slots` resident and pinned; ghosts go on with their uses."""
         uses, tick, time = self._uses, access.tick, self._clock.at(access.tick)
-        hashes = list(map(hash, keys))
-        self._hash_of[slots] = hashes
-        self._is_sampled[slots] = self._tournament.sampled(keys)
-        uses.start(slots, tick, time)
-        known = [(row, slot) for row, slot in zip(self._ghosts.pop(hashes), slots, strict=True) if row is not None]
-        if known:
-            known_slots = [slot for _, slot in known]
-            uses.copy([row for row, _ in known], known_slots)
-            used_before = (uses.last_ticks(known_slots) < tick).tolist()
-            uses.use(list(compress(known_slots, used_before)), tick, time)
+        batch, hashes = slot_array(slots), list(map(hash, keys))
+        self._hash_of[batch] = hashes
+        self._is_sampled[batch] = self._tournament.sampled(keys)
+        uses.start(batch, tick, time)
+        rows = self._ghosts.pop(hashes)
+        if rows.count(None) < len(rows):
+            was_ghost = np.array([row is not None for row in rows])
+            known = batch[was_ghost]
+            uses.copy([row for row in rows if row is not None], known)
+            uses.use(known[uses.last_ticks(known) < tick], tick, time)
         self._clock.advance(len(slots))
-        self._rank(slots, access, is_new=True)
+        self._rank(batch, access, is_new=True)
 
     def touch(self, slots: Sequence[int], access: Access) -> None:
         """Note a use of what was last used before, and rank it anew."""
-        if not slots:
+        batch = slot_array(slots)
+        if not len(batch):
             return
-        is_newer = (self._uses.last_ticks(slots) < access.tick).tolist()
-        newer, access_to_newer = _select(slots, access, is_newer)
+        is_newer = self._uses.last_ticks(batch) < access.tick
+        newer, access_to_newer = _select(batch, access, is_newer)
         self._uses.use(newer, access.tick, self._clock.at(access.tick))
         self._tournament.count(len(newer))
-        sampled, access_to_sampled = _select(newer, access_to_newer, self._is_sampled[newer].tolist())
+        sampled, access_to_sampled = _select(newer, access_to_newer, self._is_sampled[newer])
         self._hear(self._hash_of[sampled].tolist(), self._uses.of(sampled), access_to_sampled)
         if self._lines[_DEMOTED].resident_count:
-            is_moved = [flag or self._ranks.is_first(slot) for slot, flag in zip(slots, is_newer, strict=True)]
-            newer, access_to_newer = _select(slots, access, is_moved)
+            is_demoted = [self._ranks.is_first(slot) for slot in slots]
+            newer, access_to_newer = _select(batch, access, is_newer | np.array(is_demoted))
         self._rank(newer, access_to_newer, is_new=False)
 
     def miss(self, keys: Sequence[OffloadKey], access: Access) -> None:
@@ -120,29 +121,39 @@ class AdaptivePolicy(RankedPolicy):
         self._tournament.count(len(keys))
         hashes = list(map(hash, keys))
         rows = self._ghosts.get(hashes)
-        known = [row for row in rows if row is not None]
-        used_before = (uses.last_ticks(known) < tick).tolist()
-        uses.use(list(compress(known, used_before)), tick, time)
-        sampled, access_to_sampled = _select(range(len(keys)), access, self._tournament.sampled(keys))
-        if sampled:
-            sampled_uses = uses.of([rows[position] or 0 for position in sampled])
-            sampled_uses[[rows[position] is None for position in sampled]] = uses.first_use(tick, time)
-            self._hear([hashes[position] for position in sampled], sampled_uses, access_to_sampled)
+        known = slot_array([row for row in rows if row is not None])
+        uses.use(known[uses.last_ticks(known) < tick], tick, time)
+        sampled, access_to_sampled = _select(
+            np.arange(len(keys)), access, np.array(self._tournament.sampled(keys), bool)
+        )
+        if len(sampled):
+            sampled_rows = [rows[position] for position in sampled.tolist()]
+            sampled_uses = uses.of(slot_array([row or 0 for row in sampled_rows]))
+            sampled_uses[[row is None for row in sampled_rows]] = uses.first_use(tick, time)
+            self._hear([hashes[position] for position in sampled.tolist()], sampled_uses, access_to_sampled)
         if CANDIDATES[self._winner].is_filtered:
             strangers = [hashed for hashed, row in zip(hashes, rows, strict=True) if row is None]
             uses.start(self._ghosts.put(strangers), tick, time)
 
     def unpin(self, slots: Collection[int]) -> None:
         """Put pinned slots back into their lines."""
-        winner, ranked_by = self._winner, self._ranked_by
-        stale = [slot for slot in slots if ranked_by[slot] != winner and self._line_of(slot) != _DEMOTED]
-        if stale:
+        batch = slot_array(slots)
+        stale = batch[self._ranked_by[batch] != self._winner]
+        if len(stale):
+            stale = stale[np.array(self._lines.indices_of(stale)) != _DEMOTED]
             self._rebase(stale, self._bases(stale), self._current)
         super().unpin(slots)
 
+    def _reenter(self, slots: Sequence[int], access: Access) -> None:
+        """Rank by the uses before the demotion."""
+        batch = slot_array(slots)
+        self._rerank_each(batch, self._bases(batch), access, self._current)
+
     def _leave(self, line: int, slots: Sequence[int]) -> None:
-        """Remember the uses of evicted slots, unless they were demoted."""
-        if slots and line != _DEMOTED:
+        """Remember the uses of evicted slots, unless they were sent away."""
+        if line == _DEMOTED:
+            slots = [slot for slot in slots if not self._is_sent_away(slot)]
+        if slots:
             rows = self._ghosts.put(self._hash_of[slots].tolist())
             self._uses.copy(slots[len(slots) - len(rows) :], rows)
 
@@ -173,29 +184,25 @@ class AdaptivePolicy(RankedPolicy):
             self._winner = self._tournament.winner
             self._current = 1 - self._current
 
-    def _rank(self, slots: Sequence[int], access: Access, *, is_new: bool) -> None:
+    def _rank(self, slots: SlotArray, access: Access, *, is_new: bool) -> None:
         """Let slots stand where the winner wants them, and bring some of the others over from where they stood."""
-        bases = self._bases(slots)
-        if bases and bases.count(bases[0]) == len(bases):
-            # Most often all blocks of a request are equal, which saves sorting them.
-            put = self._insert if is_new else self._rerank
-            put(slots, Access(bases[0], depths=access.depths), self._current)
-        elif is_new:
-            self._enter(slots, bases, access, self._current)
+        if is_new:
+            self._enter(slots, self._bases(slots), access, self._current)
         else:
-            self._rerank_each(slots, bases, access, self._current)
+            self._rerank_each(slots, self._bases(slots), access, self._current)
         if self._lines[1 - self._current].evictable_count:
-            left = self._coldest_of(1 - self._current, _MOVES_PER_BLOCK * len(slots))
+            left = slot_array(self._lines.coldest(1 - self._current, _MOVES_PER_BLOCK * len(slots)))
             self._rebase(left, self._bases(left), self._current)
 
-    def _bases(self, slots: Sequence[int]) -> list[int]:
+    def _bases(self, slots: SlotArray) -> list[int]:
         """Return the number that the winner ranks each slot by, and note that it does."""
-        self._rankers[slots] = self._winner
+        self._ranked_by[slots] = self._winner
         return CANDIDATES[self._winner].ranking(self._uses.of(slots))
 
 
-def _select(slots: Sequence[int], access: Access, flags: Sequence[bool | int]) -> tuple[Sequence[int], Access]:
+def _select(slots: SlotArray, access: Access, flags: npt.NDArray[np.bool_]) -> tuple[SlotArray, Access]:
     """Return the flagged ones of `slots`, and the access to just them."""
-    if all(flags):
+    if flags.all():
         return slots, access
-    return list(compress(slots, flags)), access.select([at for at, flag in enumerate(flags) if flag])
+    chosen = np.flatnonzero(flags)
+    return slots[chosen], access.select(chosen.tolist())

@@ -8,14 +8,16 @@ a ghost list enter T1; `ReferenceARCPolicy` does so still.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.policies.base import Access
+from aiokvoffload.policies.ghosts import GhostLists
 from aiokvoffload.policies.ranking import RankedPolicy, split_by_line
+from aiokvoffload.policies.slots import slot_array
 
 _T1, _T2, _DEMOTED = 0, 1, 2
 
@@ -35,9 +37,9 @@ class ARCPolicy(RankedPolicy):
     def __init__(self, capacity: int, *, are_ghosts_frequent: bool = True) -> None:
         super().__init__(capacity, line_count=3, first_line=_DEMOTED)
         self._are_ghosts_frequent = are_ghosts_frequent
-        self._key_of = np.empty(capacity, dtype=object)  # a list would be walked through by the garbage collector
-        self._is_written = bytearray(capacity)
-        self._ghosts: tuple[OrderedDict[OffloadKey, int], OrderedDict[OffloadKey, int]] = (OrderedDict(), OrderedDict())
+        self._key_of: npt.NDArray[np.object_] = np.empty(capacity, dtype=object)
+        self._is_written = np.zeros(capacity, dtype=np.bool_)
+        self._ghosts = GhostLists(capacity, list_count=2)
         self._target = 0.0
 
     @property
@@ -47,21 +49,33 @@ class ARCPolicy(RankedPolicy):
 
     def insert(self, slots: Sequence[int], keys: Sequence[OffloadKey], access: Access) -> None:
         """Make `slots` resident and pinned, in T1 or, where their keys are ghosts, in T2; the ghosts end."""
-        recent, frequent = self._ghosts
-        lines = []
-        for slot, key in zip(slots, keys, strict=True):
-            self._key_of[slot] = key
-            self._is_written[slot] = 0
-            was_ghost = recent.pop(key, None) is not None or frequent.pop(key, None) is not None
-            lines.append(_T2 if was_ghost and self._are_ghosts_frequent else _T1)
-        for line, part, its_access in split_by_line(slots, lines, access):
+        inserted = slot_array(slots)
+        self._key_of[inserted] = keys
+        self._is_written[inserted] = False
+        rows = self._ghosts.rows(keys)
+        if rows.count(None) == len(rows):
+            self._insert(inserted, access)
+            return
+        self._ghosts.remove([row for row in rows if row is not None])
+        lines = [_T1 if row is None or not self._are_ghosts_frequent else _T2 for row in rows]
+        for line, part, its_access in split_by_line(inserted, lines, access):
             self._insert(part, its_access, line)
 
     def touch(self, slots: Sequence[int], access: Access) -> None:
         """Move ready `slots` to T2; one still being written stays where it is, as most recent."""
-        slots, access = self._ranks.select_older(slots, access)
-        lines = [_T2 if self._is_written[slot] or self._line_of(slot) == _T2 else _T1 for slot in slots]
-        for line, part, its_access in split_by_line(slots, lines, access):
+        used, access = self._ranks.select_older(slot_array(slots), access)
+        lines = [
+            _T2 if is_written or line == _T2 else _T1
+            for is_written, line in zip(self._is_written[used].tolist(), self._lines.indices_of(used), strict=True)
+        ]
+        for line, part, its_access in split_by_line(used, lines, access):
+            self._rerank(part, its_access, line)
+
+    def rescue(self, slots: Sequence[int], access: Access) -> None:
+        """Make `slots` the most recent of their line; those that were demoted enter T1 as new ones do."""
+        given_up, access = self._ranks.select_older(slot_array(slots), access)
+        lines = [_T2 if line == _T2 else _T1 for line in self._lines.indices_of(given_up)]
+        for line, part, its_access in split_by_line(given_up, lines, access):
             self._rerank(part, its_access, line)
 
     def miss(self, keys: Sequence[OffloadKey], access: Access) -> None:
@@ -69,36 +83,32 @@ class ARCPolicy(RankedPolicy):
 
         Deepest first, as blocks leave.
         """
-        recent, frequent = self._ghosts
-        for key in reversed(keys):
-            if recent.get(key, access.tick) < access.tick:
-                self._target = min(self._target + max(1.0, len(frequent) / len(recent)), float(self.capacity))
-                _renew(recent, key, access.tick)
-            elif frequent.get(key, access.tick) < access.tick:
-                self._target = max(self._target - max(1.0, len(recent) / len(frequent)), 0.0)
-                _renew(frequent, key, access.tick)
+        ghosts = self._ghosts
+        rows = ghosts.rows(keys)
+        for row in reversed(rows) if rows.count(None) < len(rows) else ():
+            if row is None or not ghosts.renew(row, access.tick):
+                continue
+            recent_count, frequent_count = ghosts.counts
+            if ghosts.list_of(row) == _T1:
+                self._target = min(self._target + max(1.0, frequent_count / recent_count), float(self.capacity))
+            else:
+                self._target = max(self._target - max(1.0, recent_count / frequent_count), 0.0)
 
     def unpin(self, slots: Collection[int]) -> None:
         """Put pinned slots back into their lines; from now on they count as written."""
-        super().unpin(slots)
-        for slot in slots:
-            self._is_written[slot] = 1
+        written = slot_array(slots)
+        self._lines.unpin(written)
+        self._is_written[written] = True
 
     def _leave(self, line: int, slots: Sequence[int]) -> None:
         """Let the keys of evicted slots become ghosts, unless they were demoted."""
-        if line == _DEMOTED:
-            return
-        ghosts, key_of = self._ghosts[line], self._key_of
-        for slot in slots:
-            ghosts[key_of[slot]] = -1
-        while len(ghosts) > self.capacity:
-            ghosts.popitem(last=False)
+        if line != _DEMOTED:
+            self._ghosts.add(line, self._key_of[slot_array(slots)].tolist())
 
     def clear(self) -> None:
         """Drop all slots, ghosts and what was learned."""
         super().clear()
-        for ghosts in self._ghosts:
-            ghosts.clear()
+        self._ghosts.clear()
         self._target = 0.0
 
     def _shares(self, count: int) -> Sequence[tuple[int, int]]:
@@ -122,9 +132,3 @@ class ReferenceARCPolicy(ARCPolicy):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity, are_ghosts_frequent=False)
-
-
-def _renew(ghosts: OrderedDict[OffloadKey, int], key: OffloadKey, tick: int) -> None:
-    """Make a ghost the youngest and note the tick that it was last missed at."""
-    ghosts[key] = tick
-    ghosts.move_to_end(key)

@@ -87,6 +87,31 @@ class CachePolicy(ABC):
     def demote(self, slots: Sequence[int]) -> None:
         """Put resident slots first in line, after those demoted before; in the order given. They leave no ghost."""
 
+    def take_along(self, slots: Sequence[int]) -> None:
+        """Demote slots whose blocks have moved to the level above: they leave no ghost.
+
+        What is known of their uses may be kept, for those blocks will come back; by default it is not.
+        """
+        self.demote(slots)
+
+    def rescue(self, slots: Sequence[int], access: Access) -> None:
+        """Note that the level above gives up blocks of resident slots; no use, though by default it is taken for one.
+
+        What was demoted goes back among the others, as if it were inserted at `access`.
+        """
+        self.touch(slots, access)
+
+    def end_session(self, slots: Sequence[int]) -> None:
+        """Note that the only session that has used some slots is over, deepest block first; demotes them by default."""
+        self.demote(slots)
+
+    def widen(self, blocks_above: int) -> None:
+        """Note, once and before any slot is used, that a level above holds so many other blocks.
+
+        For policies that count in capacities. Uses of blocks up there are told by `miss`.
+        """
+        return
+
     @abstractmethod
     def coldest(self, count: int) -> list[int]:
         """Return up to `count` evictable slots in the order in which they would leave."""

@@ -61,6 +61,16 @@ class LRFUPolicy(RankedPolicy):
         self._key_of = np.empty(capacity, dtype=object)  # a list would be walked through by the garbage collector
         self._last_tick = array("q", bytes(8 * capacity))
         self._weight = array("d", bytes(8 * capacity))
+        self._has_level_above = False
+        self._missed_tick = 0
+
+    def widen(self, blocks_above: int) -> None:
+        """Let the half-life be one of both levels, and count uses of blocks when they are missed, not when stored.
+
+        A block of the level above is stored long after its uses.
+        """
+        self._half_life *= (self.capacity + blocks_above) / self.capacity
+        self._has_level_above = True
 
     @property
     def history_bytes(self) -> int:
@@ -73,15 +83,13 @@ class LRFUPolicy(RankedPolicy):
         for slot, key in zip(slots, keys, strict=True):
             past = self._history.pop(key)
             self._key_of[slot] = key
-            self._weight[slot] = now if past is None else used_again(past, now)
+            if past is None:
+                self._weight[slot] = now
+            else:
+                self._weight[slot] = past if self._has_level_above else used_again(past, now)
             self._last_tick[slot] = access.tick
         self._clock.advance(len(slots))
-        bases = self._bases(slots)
-        if bases and bases.count(bases[0]) == len(bases):
-            # Most often all of them are new, which saves sorting them.
-            self._insert(slots, Access(bases[0], depths=access.depths))
-        else:
-            self._enter(slots, bases, access)
+        self._enter(slots, self._bases(slots), access)
 
     def touch(self, slots: Sequence[int], access: Access) -> None:
         """Add to the weight of what was last used before."""
@@ -95,10 +103,24 @@ class LRFUPolicy(RankedPolicy):
                 last[slot] = tick
         self._rerank_each(slots, self._bases(slots), access)
 
+    def miss(self, keys: Sequence[OffloadKey], access: Access) -> None:
+        """Count uses of blocks that the level above has or will have; of one request, those it names first."""
+        if not self._has_level_above or access.tick <= self._missed_tick:
+            return
+        self._missed_tick = access.tick
+        now = self._clock.at(access.tick) / self._half_life
+        for key in keys:
+            past = self._history.get(key)
+            self._history.put(key, now if past is None else used_again(past, now))
+
+    def _reenter(self, slots: Sequence[int], access: Access) -> None:
+        """Rank by the uses before the demotion."""
+        self._rerank_each(slots, self._bases(slots), access)
+
     def _leave(self, line: int, slots: Sequence[int]) -> None:
-        """Remember the weights of evicted slots, unless they were demoted."""
+        """Remember the weights of evicted slots, unless they were sent away."""
         for slot in slots:
-            if not self._ranks.is_first(slot):
+            if not self._is_sent_away(slot):
                 self._history.put(self._key_of[slot], self._weight[slot])
 
     def clear(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from aiokvoffload.policies.base import Access
 from aiokvoffload.policies.ranking import RankedPolicy
+from aiokvoffload.policies.slots import slot_array
 
 
 class LRUPolicy(RankedPolicy):
@@ -13,4 +14,8 @@ class LRUPolicy(RankedPolicy):
 
     def touch(self, slots: Sequence[int], access: Access) -> None:
         """Rank `slots` anew at `access`."""
-        self._rerank(*self._ranks.select_older(slots, access))
+        self._rerank(*self._ranks.select_older(slot_array(slots), access))
+
+    def rescue(self, slots: Sequence[int], access: Access) -> None:
+        """Rank `slots` as if they were inserted at `access`; nothing counts uses here."""
+        self.touch(slots, access)

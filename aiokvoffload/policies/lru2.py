@@ -61,10 +61,14 @@ class LRU2Policy(RankedPolicy):
                 last[slot] = tick
         self._rerank_each(slots, self._bases(slots), access)
 
+    def _reenter(self, slots: Sequence[int], access: Access) -> None:
+        """Rank by the uses before the demotion."""
+        self._rerank_each(slots, self._bases(slots), access)
+
     def _leave(self, line: int, slots: Sequence[int]) -> None:
-        """Remember the tick of the last use of evicted slots, unless they were demoted."""
+        """Remember the tick of the last use of evicted slots, unless they were sent away."""
         for slot in slots:
-            if not self._ranks.is_first(slot):
+            if not self._is_sent_away(slot):
                 self._history.put(self._key_of[slot], self._last_tick[slot])
 
     def clear(self) -> None:

@@ -19,6 +19,7 @@ from aiokvoffload.keys import OffloadKey
 from aiokvoffload.policies.base import Access
 from aiokvoffload.policies.history import History
 from aiokvoffload.policies.ranking import RankedPolicy, split_by_line
+from aiokvoffload.policies.slots import slot_array
 
 _SMALL, _MAIN, _DEMOTED = 0, 1, 2
 _SMALL_SHARE = 0.1
@@ -61,13 +62,15 @@ class S3FIFOPolicy(RankedPolicy):
             self._last_tick[slot] = access.tick
             self._uses[slot] = 0
             lines.append(_SMALL if self._ghosts.pop(key) is None else _MAIN)
-        for line, part, its_access in split_by_line(slots, lines, access):
+        for line, part, its_access in split_by_line(slot_array(slots), lines, access):
             self._insert(part, its_access, line)
 
     def touch(self, slots: Sequence[int], access: Access) -> None:
         """Count a use; nothing moves, but what was demoted is new again."""
         self._latest_tick = max(self._latest_tick, access.tick)
-        demoted = [position for position, slot in enumerate(slots) if self._line_of(slot) == _DEMOTED]
+        demoted = [
+            position for position, line in enumerate(self._lines.indices_of(slot_array(slots))) if line == _DEMOTED
+        ]
         if demoted:
             self._rerank([slots[position] for position in demoted], access.select(demoted), _SMALL)
         for slot in slots:
@@ -117,9 +120,9 @@ class _Hand:
         # Victims are asked for in batches: what replaces them goes to the small queue and counts already.
         others_count = policy._lines[_MAIN].resident_count + policy._lines[_DEMOTED].resident_count
         self._small_excess = policy.capacity - others_count - policy._small_target
-        self._demoted, self._small = policy._evictable_in(_DEMOTED), policy._evictable_in(_SMALL)
+        self._demoted, self._small = policy._lines.evictable_in(_DEMOTED), policy._lines.evictable_in(_SMALL)
         self._requeued: deque[int] = deque()
-        self._main = chain(policy._evictable_in(_MAIN), _drain(self._requeued))
+        self._main = chain(policy._lines.evictable_in(_MAIN), _drain(self._requeued))
 
     def victims(self) -> Iterator[tuple[int, int]]:
         """Yield the slots that leave, each with the queue that it leaves from."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from zlib import crc32
 
 import numpy as np
+import numpy.typing as npt
 
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.policies.candidates import CANDIDATES
@@ -78,12 +79,12 @@ class Tournament:
         """What each candidate has hit lately, less the cost of what it has stored."""
         self._variances = np.zeros((len(CANDIDATES), len(CANDIDATES)))
 
-    def sampled(self, keys: Sequence[OffloadKey]) -> list[bool]:
+    def sampled(self, keys: Sequence[OffloadKey]) -> npt.NDArray[np.bool_]:
         """Return for each key whether it is in the sample."""
         if not self._has_shadows:
-            return [False] * len(keys)
+            return np.zeros(len(keys), dtype=np.bool_)
         mask = self._sample - 1
-        return [not crc32(key) & mask for key in keys]
+        return np.array([not crc32(key) & mask for key in keys], dtype=np.bool_)
 
     def count(self, block_count: int) -> None:
         """Count blocks that were looked up."""

@@ -8,12 +8,15 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from aiokvoffload.policies.slots import SlotArray
+
 _SHARD_SIZE = 2048
 
 LAST, PREVIOUS, FIRST, WEIGHTS = 0, 1, 2, 3
 """The columns of a use table: ticks of the last use, the last but one and the first one, then a weight for each
 half-life."""
 
+Rows = Sequence[int] | SlotArray
 Uses = npt.NDArray[np.float64]
 """Rows of a use table."""
 
@@ -35,16 +38,16 @@ class UseTable:
         self._table: Uses = np.frombuffer(bytearray(8 * row_count * column_count)).reshape(row_count, column_count)
         self._half_lives = np.array(half_lives)
 
-    def of(self, rows: Sequence[int]) -> Uses:
+    def of(self, rows: Rows) -> Uses:
         """Return a copy of some rows."""
         return self._table[rows]
 
-    def last_ticks(self, rows: Sequence[int]) -> Uses:
+    def last_ticks(self, rows: Rows) -> Uses:
         """Return when blocks were used last."""
         last: Uses = self._table[rows, LAST]
         return last
 
-    def start(self, rows: Sequence[int], tick: int, time: int) -> None:
+    def start(self, rows: Rows, tick: int, time: int) -> None:
         """Note the first use of blocks."""
         self._table[rows] = self.first_use(tick, time)
 
@@ -52,7 +55,7 @@ class UseTable:
         """Return the row of a block that is used for the first time."""
         return np.array([tick, 0.0, tick, *(time / self._half_lives)])
 
-    def use(self, rows: Sequence[int], tick: int, time: int) -> None:
+    def use(self, rows: Rows, tick: int, time: int) -> None:
         """Note another use of blocks whose last one was before `tick`."""
         uses = self._table[rows]
         uses[:, PREVIOUS] = uses[:, LAST]
@@ -61,7 +64,7 @@ class UseTable:
         np.logaddexp2(uses[:, WEIGHTS:], time / self._half_lives, out=uses[:, WEIGHTS:])
         self._table[rows] = uses
 
-    def put(self, rows: Sequence[int], uses: Uses) -> None:
+    def put(self, rows: Rows, uses: Uses) -> None:
         """Overwrite rows."""
         self._table[rows] = uses
 
@@ -70,7 +73,7 @@ class UseTable:
         if row_count > len(self._table):
             self._table = np.concatenate([self._table, np.zeros((row_count, self._table.shape[1]))])
 
-    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+    def copy(self, sources: Rows, targets: Rows) -> None:
         """Give rows the numbers of others."""
         self._table[targets] = self._table[sources]
 

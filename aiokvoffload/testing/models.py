@@ -99,6 +99,12 @@ class PolicyModel(CachePolicy):
             self._rank(self.entries[slot], Access(tick=0), position)
             self.entries[slot].is_frequent = False
 
+    def rescue(self, slots: Sequence[int], access: Access) -> None:
+        """Rank the entries as new; whether they are frequent stays as it is."""
+        for position, slot in enumerate(slots):
+            if self.entries[slot].tick < access.tick:
+                self._rank(self.entries[slot], access, position)
+
     def coldest(self, count: int) -> list[int]:
         """Evict from a copy."""
         return self.fork().evict(min(count, self.evictable_count)) or []
@@ -298,12 +304,21 @@ class ModelBlock:
         key: The key in it; None once its block is gone.
         is_ready: Can be loaded.
         users: Tickets and leases on it.
+        sessions: Who has used it; None for requests that name no session.
+        kept_until: When a hint stops to keep it.
     """
 
     slot: int
     key: OffloadKey | None
     is_ready: bool = False
     users: int = 1
+    sessions: set[str | None] = field(default_factory=set)
+    kept_until: float | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """May be evicted."""
+        return self.is_ready and not self.users and self.kept_until is None
 
 
 @dataclass(slots=True)
@@ -323,6 +338,7 @@ class ModelStore:
     binding: ModelBinding
     epoch: int
     generation: int
+    session: str | None = None
     is_open: bool = True
     is_waiting: bool = False
     blocks: list[ModelBlock] = field(default_factory=list)
@@ -341,6 +357,7 @@ class ModelLoad:
     take: Literal["all", "leading"]
     resident_tokens: int
     epoch: int
+    generation: int = 0
     is_open: bool = True
     is_waiting: bool = False
     blocks: list[ModelBlock] = field(default_factory=list)
@@ -366,6 +383,10 @@ class ManagerModel:
         policy: A model policy of this capacity.
         groups: The KV groups; without any, one full group that counts blocks.
         block_size_factor: GPU blocks per slot.
+
+    Attributes:
+        now: What the clock shows.
+        session_of: The session that each request names.
     """
 
     def __init__(
@@ -381,7 +402,10 @@ class ManagerModel:
         self.events: list[tuple[EventKind, tuple[OffloadKey, ...]]] = []
         self.epoch = 0
         self.generation = 0
+        self.now = 0.0
+        self.session_of: dict[str, str] = {}
         self.stored = self.evicted = self.refused = self.failed = self.hits = self.rejected = 0
+        self.taken_along = self.rescued = 0
         self._bindings: dict[str, ModelBinding] = {}
         self._open_stores: list[ModelStore] = []
         self._last_tick = 0
@@ -417,6 +441,7 @@ class ManagerModel:
         if binding.epoch == self.epoch:
             self._open_access(binding)
             self._touch(*_unique(keys, depths), binding.tick)
+            self._note_session(keys, req_id)
 
     def prepare_load(
         self,
@@ -428,7 +453,9 @@ class ManagerModel:
     ) -> ModelLoad:
         """See `OffloadingManager.prepare_load_nowait`."""
         is_current = self._bind(req_id).epoch == self.epoch
-        load = ModelLoad([list(dict.fromkeys(part)) for part in parts], take, resident_tokens, self.epoch)
+        load = ModelLoad(
+            [list(dict.fromkeys(part)) for part in parts], take, resident_tokens, self.epoch, self.generation
+        )
         self._pin(load, lambda key: is_current and self.find(key) is not None)
         self.hits += len(load.keys)
         load.writes = [store for store in self._open_stores if any(block in store.blocks for block in load.blocks)]
@@ -437,7 +464,7 @@ class ManagerModel:
             self.loads.append(load)
         return load
 
-    def complete_load(self, load: ModelLoad) -> Completion:
+    def complete_load(self, load: ModelLoad, *, take_along: bool = False) -> Completion:
         """See `OffloadingManager.complete_load_nowait`."""
         if not load.is_open:
             self.rejected += 1
@@ -447,7 +474,15 @@ class ManagerModel:
             load.is_waiting = False
             load.keys = []
             self.loads.remove(load)
-        self.release(load.blocks)
+        self._release(load.blocks)
+        if take_along and load.generation == self.generation:
+            depth_of = {
+                load.parts[group][first + index]: (first + index + 1) * self.block_tokens[group]
+                for group, (first, size) in enumerate(zip(load.first_indices, load.group_sizes, strict=True))
+                for index in range(size if load.keys else 0)
+            }
+            self.taken_along += self._demote(load.keys, [depth_of[key] for key in load.keys])
+        self._serve_offers()
         return Completion.STALE if load.epoch != self.epoch else Completion.APPLIED
 
     def prepare_store(
@@ -461,7 +496,7 @@ class ManagerModel:
         """See `OffloadingManager.prepare_store_nowait`."""
         binding = self._bind(req_id)
         unique, unique_depths = _unique(keys, depths)
-        store = ModelStore(unique, Access(0), binding, self.epoch, self.generation)
+        store = ModelStore(unique, Access(0), binding, self.epoch, self.generation, self.session_of.get(req_id))
         self._open_stores.append(store)
         if binding.epoch != self.epoch:
             store.refused_keys = unique
@@ -469,6 +504,7 @@ class ManagerModel:
             return store
         if self._open_access(binding):
             self._touch(unique, unique_depths, binding.tick)
+        self._note_session(unique, req_id)
         store.access = Access(binding.tick, depths=unique_depths)
         missing = [key for key in unique if self.find(key) is None]
         if (missing and self.offers) or not self._grant(store, is_leading_enough=when_full == "leading"):
@@ -478,6 +514,62 @@ class ManagerModel:
             else:
                 self._refuse(store)
         return store
+
+    def prepare_demotion(self, keys: Keys, req_id: str = "", depths: Sequence[int] | None = None) -> ModelStore:
+        """See `OffloadingManager.prepare_demotion_nowait`."""
+        binding = self._bind(req_id)
+        unique, unique_depths = _unique(keys, range(len(keys)) if depths is None else depths)
+        store = ModelStore(unique, Access(0), binding, self.epoch, self.generation, self.session_of.get(req_id))
+        self._open_stores.append(store)
+        if binding.epoch != self.epoch:
+            store.refused_keys = unique
+            self.refused += len(unique)
+            return store
+        self._last_tick += 1
+        store.access = Access(self._last_tick, depths=unique_depths)
+        for key, depth in zip(unique, unique_depths or (), strict=True):
+            block = self.find(key)
+            if block is not None and block.is_ready:
+                self.rescued += 1
+                self.policy.rescue([block.slot], Access(self._last_tick, depths=[depth]))
+        missing = [key for key in unique if self.find(key) is None]
+        if (missing and self.offers) or not self._grant(store, is_leading_enough=True):
+            self._refuse(store)
+        return store
+
+    def hint(
+        self,
+        keys: Keys,
+        *,
+        session_ended: bool = False,
+        keep_seconds: float = 0.0,
+        depths: Sequence[int] | None = None,
+    ) -> int:
+        """See `OffloadingManager.hint`."""
+        self._expire()
+        unique, unique_depths = _unique(keys, range(len(keys)) if depths is None else depths)
+        blocks = [block for key in unique if (block := self.find(key)) is not None and block.is_ready]
+        if session_ended:
+            for block in [block for block in blocks if len(block.sessions) == 1 and None not in block.sessions]:
+                self._let_go(block)
+            count = self._demote(unique, unique_depths or [], is_alone=True)
+        elif not keep_seconds:
+            count = 0
+            for block in blocks:
+                self._let_go(block)
+        else:
+            for block in blocks:
+                if block.kept_until is None and sum(it.kept_until is not None for it in self.blocks) < (
+                    self.block_count // 2
+                ):
+                    block.kept_until = self.now
+                    if not block.users:
+                        self.policy.pin([block.slot])
+                if block.kept_until is not None:
+                    block.kept_until = self.now + keep_seconds
+            count = sum(block.kept_until is not None for block in blocks)
+        self._serve_offers()
+        return count
 
     def complete_store(self, store: ModelStore, success: bool = True) -> Completion:
         """See `OffloadingManager.complete_store_nowait`."""
@@ -525,7 +617,7 @@ class ManagerModel:
         """Count one more user of each block."""
         for block in blocks:
             block.users += 1
-            if block.users == 1:
+            if block.users == 1 and block.kept_until is None:
                 self.policy.pin([block.slot])
 
     def release(self, blocks: Iterable[ModelBlock]) -> None:
@@ -541,6 +633,7 @@ class ManagerModel:
         for block in self.blocks:
             block.key = None
             block.is_ready = False
+            block.kept_until = None
         self._next_fresh_slot = 0
         self._freed_slots.clear()
         self._announce(EventKind.CLEARED, ())
@@ -563,6 +656,7 @@ class ManagerModel:
             "promoting": 0,
             "leased_without_key": sum(block.key is None for block in self.blocks),
             "pinned": sum(block.is_ready and block.users > 0 for block in self.blocks),
+            "kept": sum(block.kept_until is not None for block in self.blocks),
             "waiting_stores": len(self.offers),
             "waiting_loads": len(self.loads),
             "stored_blocks": self.stored,
@@ -570,6 +664,8 @@ class ManagerModel:
             "refused_blocks": self.refused,
             "failed_blocks": self.failed,
             "hit_blocks": self.hits,
+            "taken_along_blocks": self.taken_along,
+            "rescued_blocks": self.rescued,
             "rejected_completions": self.rejected,
             "detached_sinks": 0,
         }
@@ -603,6 +699,35 @@ class ManagerModel:
         self.policy.touch([slot for slot, _ in resident], Access(tick, depths=None if depths is None else known_depths))
         self.policy.miss(missing, Access(tick))
 
+    def _note_session(self, keys: Keys, req_id: str) -> None:
+        for key in keys:
+            block = self.find(key)
+            if block is not None:
+                block.sessions.add(self.session_of.get(req_id))
+
+    def _demote(self, keys: Keys, depths: Sequence[int], *, is_alone: bool = False) -> int:
+        """Demote the idle ones of some blocks one by one, the deepest first, and return how many they are."""
+        count = 0
+        for _, key in sorted(zip(depths, keys, strict=True), key=lambda pair: -pair[0]):
+            block = self.find(key)
+            if block is None or not block.is_idle:
+                continue
+            if not is_alone or (len(block.sessions) == 1 and None not in block.sessions):
+                self.policy.demote([block.slot])
+                count += 1
+        return count
+
+    def _let_go(self, block: ModelBlock) -> None:
+        if block.kept_until is not None:
+            block.kept_until = None
+            if not block.users:
+                self.policy.unpin([block.slot])
+
+    def _expire(self) -> None:
+        for block in self.blocks:
+            if block.kept_until is not None and block.kept_until <= self.now:
+                self._let_go(block)
+
     def _boundary(self, parts: Sequence[Keys], is_usable: Callable[[OffloadKey], bool], resident_tokens: int) -> int:
         return longest_prefix(self.groups, self.block_tokens, parts, is_usable, resident_tokens)
 
@@ -635,10 +760,11 @@ class ManagerModel:
             self._release(held)
 
     def _grant(self, store: ModelStore, *, is_leading_enough: bool) -> bool:
+        self._expire()
         missing = [key for key in store.keys if self.find(key) is None]
         resident = [key for key in store.keys if self.is_ready(key)]
         kept = [block.slot for block in self.blocks if block.key in resident]
-        idle_count = sum(block.is_ready and not block.users and block.key not in resident for block in self.blocks)
+        idle_count = sum(block.is_idle and block.key not in resident for block in self.blocks)
         room = self._free_count + idle_count
         if len(missing) > room and not is_leading_enough:
             return False
@@ -656,7 +782,7 @@ class ManagerModel:
         self.refused += len(store.refused_keys)
         store.keys_to_store = taken
         for key in taken:
-            store.blocks.append(ModelBlock(self._take_slot(), key))
+            store.blocks.append(ModelBlock(self._take_slot(), key, sessions={store.session}))
             self.blocks.append(store.blocks[-1])
         depths = store.access.depths
         depth_of = {} if depths is None else dict(zip(store.keys, depths, strict=True))
@@ -690,9 +816,9 @@ class ManagerModel:
     def _release(self, blocks: Iterable[ModelBlock]) -> None:
         for block in blocks:
             block.users -= 1
-            if block.users == 0 and block.is_ready:
+            if block.users == 0 and block.is_ready and block.kept_until is None:
                 self.policy.unpin([block.slot])
-            elif block.users == 0:
+            elif block.users == 0 and not block.is_ready:
                 self._free(block)
 
     def _take_slot(self) -> int:

@@ -31,6 +31,7 @@ def build_worker(
     with ExitStack() as stack:
         memory = PinnedMemory(slot_count, layout.slot_bytes, device)
         stack.callback(memory.close)
+        device.prepare({ref.page_bytes for refs in layout.kv_caches.group_refs for ref in refs})
         handlers = {
             direction: SingleDirectionOffloadingHandler(direction, layout, memory, device) for direction in Direction
         }

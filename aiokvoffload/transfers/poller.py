@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ import anyio
 
 from aiokvoffload.clock import Clock, deadline_after
 from aiokvoffload.devices.base import Device
+from aiokvoffload.event_loops import is_trio, running_loop, soon_in_running_loop
 
 _logger = logging.getLogger(__name__)
 
@@ -49,13 +49,23 @@ class Poller:
         drain: Blocks until the copies under way are over or a bound is reached; must not raise.
         device: Its doorbell, if it has one, wakes the poller.
         clock: What the poller sleeps by.
+        add_doorbell: Another doorbell that wakes it, not by the landing of copies.
     """
 
-    def __init__(self, step: Callable[[], PollStep], drain: Callable[[], None], device: Device, clock: Clock) -> None:
+    def __init__(
+        self,
+        step: Callable[[], PollStep],
+        drain: Callable[[], None],
+        device: Device,
+        clock: Clock,
+        *,
+        add_doorbell: Callable[[Callable[[], None]], Callable[[], None]] = lambda _ring: lambda: None,
+    ) -> None:
         self._step = step
         self._drain = drain
         self._device = device
         self._clock = clock
+        self._add_doorbell = add_doorbell
         self._is_stopping = False
         self._ring: Callable[[], None] = self.wake
         self._task: asyncio.Task[None] | None = None
@@ -65,17 +75,15 @@ class Poller:
         """Start polling in the running event loop."""
         self._wake_up = anyio.Event()
         self._finished = anyio.Event()
-        self._loop = _running_loop()
-        if _is_trio():
+        self._loop = running_loop()
+        # A closed asyncio loop has cancelled the poller, which has drained.
+        self._ring = soon_in_running_loop(self.wake)
+        if is_trio():
             import trio
 
-            token = trio.lowlevel.current_trio_token()
-            self._ring = lambda: _ignoring(trio.RunFinishedError, lambda: token.run_sync_soon(self.wake))
             trio.lowlevel.spawn_system_task(self._run, name="aiokvoffload poller")
         else:
             loop = asyncio.get_running_loop()
-            # A closed loop has cancelled the poller, which has drained.
-            self._ring = lambda: _ignoring(RuntimeError, lambda: loop.call_soon_threadsafe(self.wake))
             self._task = loop.create_task(self._run(), name="aiokvoffload poller")
             self._task.add_done_callback(self._end)
 
@@ -87,7 +95,7 @@ class Poller:
     @property
     def is_elsewhere(self) -> bool:
         """The poller runs, but in another event loop than the caller."""
-        return self.is_running and _running_loop() not in (None, self._loop)
+        return self.is_running and running_loop() not in (None, self._loop)
 
     def wake(self) -> None:
         """Let the poller poll soon; from the event loop's thread."""
@@ -102,6 +110,7 @@ class Poller:
 
     async def _run(self) -> None:
         silence = self._device.add_doorbell(self._ring)
+        silence_other = self._add_doorbell(self._ring)
         try:
             await self._poll_until_stopped(has_doorbell=silence is not None)
         except Exception:
@@ -110,6 +119,7 @@ class Poller:
         finally:
             if silence is not None:
                 silence()
+            silence_other()
             self._end()
 
     def _end(self, _task: object = None) -> None:
@@ -136,30 +146,3 @@ class Poller:
                 seconds = to_landing if seconds is None else min(seconds, to_landing)
             with self._clock.cancel_at(deadline_after(self._clock, seconds)):
                 await self._wake_up.wait()
-
-
-def _is_trio() -> bool:
-    if "trio" not in sys.modules:
-        return False
-    import trio
-
-    return trio.lowlevel.in_trio_task()
-
-
-def _running_loop() -> object | None:
-    """Return what identifies the event loop that runs the caller, if one does."""
-    if _is_trio():
-        import trio
-
-        return trio.lowlevel.current_trio_token()
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
-
-
-def _ignoring(error: type[Exception], call: Callable[[], object]) -> None:
-    try:
-        call()
-    except error:
-        _logger.debug("a doorbell rang after its event loop had ended")

@@ -17,7 +17,7 @@ import numpy as np
 
 from aiokvoffload.clock import Clock
 from aiokvoffload.devices.base import CopyPlan, Device, Direction, Event, Stream
-from aiokvoffload.errors import DeviceError
+from aiokvoffload.errors import DeviceError, StateError
 from aiokvoffload.transfers.base import Transfer, TransferState
 from aiokvoffload.transfers.device_host import SingleDirectionOffloadingHandler
 from aiokvoffload.transfers.pointers import Places, SlotLayout
@@ -99,6 +99,43 @@ class OffloadingWorker:
         Raises:
             InvalidRequestError: Its two ends do not fit; then nothing was taken over.
         """
+        self._take_over(transfer)
+        self._queued[transfer.direction].append(transfer)
+        self.send_queued()
+
+    def submit_now(self, transfer: Transfer) -> None:
+        """Take a store over and send it before returning, ahead of what is queued.
+
+        It takes no notice of the byte budget: ask `sendable_bytes` before, and `blocks_with_queued_loads`.
+
+        Raises:
+            InvalidRequestError: Its two ends do not fit; then nothing was taken over.
+            StateError: It would have to wait for a transfer that is queued; then nothing was taken over.
+        """
+        if self.blocks_with_queued_loads(transfer.gpu_spec.block_ids.tolist()):
+            raise StateError("loads into these GPU blocks are queued, so nothing that reads them can be sent now")
+        self._take_over(transfer)
+        for queue in self._queued.values():
+            if queue:
+                queue[0].passed_over_count += 1
+        self._send(transfer, self._plans[transfer])
+
+    def sendable_bytes(self) -> int | None:
+        """Return how much may be sent now ahead of what is queued; None for as much as there is."""
+        if any(queue[0].passed_over_count >= MAX_PASSED_OVER for queue in self._queued.values() if queue):
+            return 0
+        return max(0, self._in_flight_limit - self.in_flight_bytes) if self.in_flight_bytes else None
+
+    def blocks_with_queued_loads(self, gpu_blocks: Iterable[int]) -> set[int]:
+        """Return those GPU blocks that a load will fill which is not sent yet."""
+        return {
+            block
+            for block in gpu_blocks
+            if any(user.direction is Direction.LOAD and _is_queued(user) for user in self._users.get(block, ()))
+        }
+
+    def _take_over(self, transfer: Transfer) -> None:
+        """Number a transfer, plan its copies, and note what it touches and whom it waits for."""
         handler = self._handlers[transfer.direction]
         places_of = self._layout.places(transfer.gpu_spec, transfer.cpu_spec)
         joined = self._copies_under_way(transfer, places_of)
@@ -116,8 +153,6 @@ class OffloadingWorker:
             del places_of[block]
         self._register(transfer, places_of)
         self._plans[transfer] = plan
-        self._queued[transfer.direction].append(transfer)
-        self.send_queued()
 
     def withdraw(self, transfer: Transfer) -> bool:
         """Take back a transfer that is not sent and that no other has joined; return whether that was so.

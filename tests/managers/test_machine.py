@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
 import pytest
@@ -24,6 +24,7 @@ from aiokvoffload.events import OffloadingEvent
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.kv_caches import KVGroup
 from aiokvoffload.managers.cpu import CPUOffloadingManager
+from aiokvoffload.policies.base import POLICIES, CachePolicy
 from aiokvoffload.specs import Completion, Lease, PrepareLoadOutput, PrepareStoreOutput, ReqContext
 from aiokvoffload.testing.manager_contract import assert_adds_up, assert_at_rest
 from aiokvoffload.testing.models import ARCModel, LRUModel, ManagerModel, ModelBlock, ModelLoad, ModelStore
@@ -31,6 +32,14 @@ from aiokvoffload.testing.policy_contract import CONTRACT_SETTINGS
 from aiokvoffload.testing.strategies import group_layouts, make_keys
 
 KEYS_PER_GROUP = 6
+
+MODEL_POLICIES: dict[str, Callable[[int], CachePolicy]] = {
+    "lru": LRUModel,
+    "arc": ARCModel,
+    "arc-reference": lambda capacity: ARCModel(capacity, are_ghosts_frequent=False),
+    # Their own models are beside them in tests/policies; here the model only has to ask them the same.
+    **{name: POLICIES.resolve(name) for name in ("adaptive", "lru2", "lrfu", "s3fifo")},
+}
 
 StorePair = tuple[PrepareStoreOutput, ModelStore]
 LoadPair = tuple[PrepareLoadOutput, ModelLoad]
@@ -54,8 +63,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager = CPUOffloadingManager(
             block_count, policy=self.policy, groups=groups, event_sink=self.events.append
         )
-        model_policy = LRUModel(block_count) if self.policy == "lru" else ARCModel(block_count)
-        self.model = ManagerModel(block_count, model_policy, groups)
+        self.model = ManagerModel(block_count, MODEL_POLICIES[self.policy](block_count), groups)
         self.group_count = max(1, len(groups))
         self.foreign = CPUOffloadingManager(3).prepare_store_nowait(make_keys(1))
         self.contexts: dict[str, ReqContext] = {}
@@ -251,7 +259,11 @@ class ManagerMachine(RuleBasedStateMachine):
         assert_at_rest(self.manager)
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", sorted(MODEL_POLICIES))
 def test_the_manager_answers_as_a_plain_model(policy: str) -> None:
     machine = type("Machine", (ManagerMachine,), {"policy": policy})
     run_state_machine_as_test(machine, settings=settings(CONTRACT_SETTINGS, max_examples=80, stateful_step_count=40))
+
+
+def test_no_policy_is_left_out() -> None:
+    assert set(MODEL_POLICIES) == set(POLICIES.names())

@@ -37,8 +37,8 @@ def test_arc_leaves_and_learns_as_its_model(data: st.DataObject, are_ghosts_freq
 
     def check() -> None:
         assert policy.target_recent_count == model.target_recent_count
-        assert list(policy._ghosts[0]) == model.recent_ghosts
-        assert list(policy._ghosts[1]) == model.frequent_ghosts
+        assert list(policy._ghosts.keys_in(0)) == model.recent_ghosts
+        assert list(policy._ghosts.keys_in(1)) == model.frequent_ghosts
 
     play_beside(policy, model, data, check)
 
@@ -80,7 +80,7 @@ def test_ghosts_are_met_deepest_first() -> None:
     # 2 is the only one of B2 and lowers nothing; then 1 and 0 of B1 raise. The other way round 2 would lower them.
     policy.miss(make_keys(0, 1, 2), Access(3))
     assert policy.target_recent_count == 2.0
-    assert [*policy._ghosts[0]] == make_keys(1, 0)
+    assert [*policy._ghosts.keys_in(0)] == make_keys(1, 0)
 
 
 def test_one_request_meets_a_ghost_once() -> None:
@@ -155,8 +155,8 @@ def test_each_ghost_list_is_no_longer_than_the_capacity(again: bool) -> None:
         if again:
             policy.touch([0], Access(2 * number + 2))
         assert policy.evict(1) == [0]
-    assert list(policy._ghosts[again]) == make_keys(3, 4)
-    assert not policy._ghosts[not again]
+    assert list(policy._ghosts.keys_in(again)) == make_keys(3, 4)
+    assert not list(policy._ghosts.keys_in(not again))
 
 
 @pytest.mark.parametrize(("policy_class", "order"), [(ARCPolicy, [1, 3, 0]), (ReferenceARCPolicy, [1, 0, 3])])

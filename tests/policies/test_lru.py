@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiokvoffload.policies.base import Access
+from aiokvoffload.policies.lines import LEAF_SLOTS
 from aiokvoffload.policies.lru import LRUPolicy
-from aiokvoffload.policies.ranking import LEAF_SLOTS
 from aiokvoffload.testing.models import LRUModel
 from aiokvoffload.testing.policy_contract import CONTRACT_SETTINGS, PolicyContract, fill, order_of, play_beside
 
