@@ -12,7 +12,7 @@ DEFAULT_HISTORY_BYTES_PER_BLOCK = 1024
 GHOST_BYTES = 192
 """Upper bound of what one remembered block takes, its key included; a test holds it to that."""
 
-_SHARD_SIZE = 512
+_SHARD_SIZE = 2048
 _REMEMBERED_TICKS = 4096
 
 
