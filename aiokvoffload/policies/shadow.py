@@ -35,7 +35,9 @@ class ShadowCaches:
         self._holder_count: list[int] = []
         self._free_rows: list[int] = []
         self._uses = UseTable(0, [half_life * capacity for half_life in HALF_LIVES])
+        self._sampled_capacity = sampled_capacity
         self._caches = [_Shadow(sampled_capacity) for _ in CANDIDATES]
+        self._given_up: list[object] = []
 
     @property
     def used_bytes(self) -> int:
@@ -54,6 +56,8 @@ class ShadowCaches:
             tick: When they were used.
             time: The same in insertions.
         """
+        if self._given_up:
+            self._given_up.pop()
         rows, uses = self._rows(hashes, uses, tick, time)
         # As in `ranking`: by base, then deepest first.
         places = [((_MAX_DEPTH - depth) << _ROW_BITS) + row for depth, row in zip(depths, rows, strict=True)]
@@ -79,10 +83,10 @@ class ShadowCaches:
         return outcomes
 
     def clear(self) -> None:
-        """Drop all blocks."""
+        """Drop all blocks; their memory is given back by later calls, piece by piece."""
+        self._given_up += [self._row_of, self._hash_of, *self._caches]
         self._row_of, self._hash_of, self._holder_count, self._free_rows = {}, [], [], []
-        for cache in self._caches:
-            cache.clear()
+        self._caches = [_Shadow(self._sampled_capacity) for _ in CANDIDATES]
 
     def _rows(self, hashes: Sequence[int], uses: Uses, tick: int, time: int) -> tuple[list[int], Uses]:
         """Return the row of each block, and its uses: what the real cache forgot may be known here."""
@@ -162,6 +166,3 @@ class _Shadow:
         if self.overgrowth() > self._capacity:
             self._heap = list(filter(None, self._entry_of))
             heapify(self._heap)
-
-    def clear(self) -> None:
-        self._count, self._entry_of, self._heap = 0, [], []
