@@ -17,6 +17,8 @@ from aiokvoffload.managers.reuse import with_reuse_filter
 from aiokvoffload.managers.tier_plan import TierPlan
 from aiokvoffload.managers.tiered import TieredOffloadingManager
 from aiokvoffload.memory.base import HostMemory
+from aiokvoffload.memory.pinned import PinnedMemory
+from aiokvoffload.memory.preparation import PreparationOptions
 from aiokvoffload.offloader.deadlines import Deadlines
 from aiokvoffload.offloader.subscriptions import EventHub
 from aiokvoffload.policies.base import CachePolicy
@@ -49,6 +51,14 @@ class Parts:
     placement: Placement = "inclusive"
     tiers: tuple[Tier, ...] = ()
     """Those that the offloader closes."""
+
+    def discard(self) -> None:
+        """Give everything back before an offloader was made of it."""
+        for tier in self.tiers:
+            tier.close(drain_seconds=0.0)
+        self.memory.close()
+        if self.is_own_device:
+            self.device.close()
 
 
 class SlotViews:
@@ -90,8 +100,9 @@ def build_parts(
     placement: Placement = "inclusive",
     tiers: Sequence[TierChoice] = (),
     recompute_tokens_per_second: float | None = None,
+    numa_node: int | None = None,
 ) -> Parts:
-    """Build what an offloader is made of; arguments as in `open_offloader`."""
+    """Build what an offloader is made of, its memory not yet prepared; arguments as in `open_offloader`."""
     check_placement(placement, block_size_factor)
     if streams_per_direction < 1 or in_flight_bytes < 1:
         raise ConfigurationError(
@@ -139,16 +150,18 @@ def build_parts(
                 "copies would not wait for the engine's kernels"
             )
         stream = None if compute_stream is None else used_device.adopt_stream(compute_stream)
-        memory, worker = build_worker(
+        options = PreparationOptions(numa_node=numa_node)
+        memory = PinnedMemory(block_count, layout.slot_bytes, used_device, options=options)
+        stack.callback(memory.close)
+        worker = build_worker(
             layout,
-            block_count,
+            memory,
             used_device,
             clock,
             landing_seconds=deadlines.landing_seconds,
             streams_per_direction=streams_per_direction,
             in_flight_bytes=in_flight_bytes,
         )
-        stack.callback(memory.close)
         if tiers:
             planned = []
             for choice in tiers:

@@ -134,6 +134,19 @@ class OffloadingWorker:
             if any(user.direction is Direction.LOAD and _is_queued(user) for user in self._users.get(block, ()))
         }
 
+    def end_events(self, transfer: Transfer) -> list[Event]:
+        """Return the events that are done when all of a sent transfer's bytes have arrived.
+
+        Raises:
+            DeviceError: One of them could not be had when the copies were sent, and cannot now.
+        """
+        sent = [transfer]
+        for each in sent:
+            sent += each.joined
+            if each.stream is not None and not each.is_over:
+                self._end_event(each, each.stream)
+        return transfer.end_events()
+
     def _take_over(self, transfer: Transfer) -> None:
         """Number a transfer, plan its copies, and note what it touches and whom it waits for."""
         handler = self._handlers[transfer.direction]
