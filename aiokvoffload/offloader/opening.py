@@ -114,7 +114,7 @@ def open_offloader(
     block_tokens: int = 16,
     block_size_factor: int = 1,
     identity: CacheIdentity | None = None,
-    policy: str | type[CachePolicy] | CachePolicy = "lru",
+    policy: str | type[CachePolicy] | CachePolicy = "adaptive",
     placement: Placement = "inclusive",
     store_threshold: int = 0,
     tiers: Sequence[TierChoice] = (),
@@ -139,7 +139,8 @@ def open_offloader(
         block_tokens: Tokens of a GPU block, where `kv_caches` is plain tensors.
         block_size_factor: GPU blocks per offloaded block.
         identity: Model and revision; pages and block sizes are filled in from the caches.
-        policy: Name, class or instance of the eviction policy.
+        policy: Name, class or instance of the eviction policy. `adaptive` is never far from the best of the others, and
+            costs the most memory and time; `lru` the least.
         placement: `"inclusive"`: CPU memory keeps what it has loaded. `"exclusive"`: a block is in one level; it is
             stored when the GPU gives it up (`demote_soon`), and a load takes it along. Needs a block_size_factor of 1.
         store_threshold: From 2 on, a block is stored only once that many requests have used it.
