@@ -229,7 +229,7 @@ class SlotLines:
             leaf.line.resident_count -= count
         for leaf, _ in left:
             if len(leaf.slots) > 2 * leaf.resident_count:
-                self._tidy(leaf)
+                self._drop_stale(leaf)
                 self._shrink(leaf)
 
     def drop(self, slots: SlotArray) -> None:
@@ -275,7 +275,7 @@ class SlotLines:
         leaf = line.leaves.last() if line.leaves else None
         while position < len(run):
             if leaf is not None:
-                self._tidy(leaf)
+                self._drop_stale(leaf)
             if leaf is None or len(leaf.slots) >= LEAF_SLOTS:
                 leaf = self._new_leaf(line, self._ranks.of(run.item(position)))
                 line.leaves.append(leaf)
@@ -293,7 +293,7 @@ class SlotLines:
             end = bisect_left(ranks, following[0].bound, position) if following else len(run)
             leaf.bound = min(leaf.bound, rank)
             # A stale entry of a slot that comes back would look like the slot itself.
-            self._tidy(leaf)
+            self._drop_stale(leaf)
             self._place(leaf, run[position:end])
             leaf.is_sorted = False
             if len(leaf.slots) > 2 * LEAF_SLOTS:
@@ -344,10 +344,13 @@ class SlotLines:
             self._leaves.append(leaf)
         return leaf
 
-    def _tidy(self, leaf: Leaf) -> None:
-        """Drop stale entries and sort the others."""
+    def _drop_stale(self, leaf: Leaf) -> None:
         if len(leaf.slots) > leaf.resident_count:
             leaf.slots = leaf.slots[self._leaf_of[leaf.slots] == leaf.number]
+
+    def _tidy(self, leaf: Leaf) -> None:
+        """Drop stale entries and sort the others, for one who looks at their order."""
+        self._drop_stale(leaf)
         if not leaf.is_sorted:
             leaf.slots = self._ranks.in_order(leaf.slots)
             leaf.is_sorted = True
@@ -377,9 +380,10 @@ class SlotLines:
 
     def _join(self, leaf: Leaf, following: Leaf) -> None:
         """Let a leaf take in the one behind it."""
-        self._tidy(leaf)
-        self._tidy(following)
+        self._drop_stale(leaf)
+        self._drop_stale(following)
         moved = following.slots
+        leaf.is_sorted = leaf.is_sorted and following.is_sorted
         self._lose(following, following.evictable_count)
         following.line.resident_count -= following.resident_count
         following.resident_count = 0

@@ -73,8 +73,12 @@ class Ranks:
 
     def in_order(self, slots: SlotArray) -> SlotArray:
         """Return slots in the order of their ranks."""
-        ranks = self.of_each(slots)
-        return slots[sorted(range(len(ranks)), key=ranks.__getitem__)]
+        depths, orders = self._depth_of[slots], self._order_of[slots]
+        try:
+            return slots[np.lexsort((orders, -depths, self._base_of[slots].astype(np.int64)))]
+        except OverflowError:  # a base larger than that
+            ranks = self.of_each(slots)
+            return slots[sorted(range(len(ranks)), key=ranks.__getitem__)]
 
     def select_older(self, slots: SlotArray, access: Access) -> tuple[SlotArray, Access]:
         """Return those of `slots` whose last access was before that of `access`, and the access to just them."""
