@@ -18,6 +18,7 @@ from aiokvoffload.managers.base import OffloadingManager
 from aiokvoffload.managers.cpu import CPUOffloadingManager
 from aiokvoffload.managers.reuse import with_reuse_filter
 from aiokvoffload.memory.base import HostMemory
+from aiokvoffload.memory.pinned import PinnedMemory
 from aiokvoffload.registry import Registry, nearest_name
 from aiokvoffload.specs import check_placement
 from aiokvoffload.transfers.assembly import build_worker
@@ -197,8 +198,10 @@ class CPUOffloadingSpec(OffloadingSpec):
                 raise ConfigurationError(
                     f"{type(device).__name__} copies CPU memory, but the KV caches lie on {kv_caches.device}"
                 )
-            memory, worker = build_worker(layout, self.block_count, device, self.clock)
+            memory = PinnedMemory(self.block_count, layout.slot_bytes, device)
             parts.callback(memory.close)
+            memory.prepare()
+            worker = build_worker(layout, memory, device, self.clock)
             self.device, self.memory = device, memory
             self.parts.callback(parts.pop_all().close)
         return worker

@@ -3,13 +3,49 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
 
 
+class PreparationStep(Enum):
+    """What memory is being prepared by."""
+
+    POPULATING = "populating"
+    REGISTERING = "registering"
+    WAITING = "waiting for other processes"
+
+
+@dataclass(frozen=True, slots=True)
+class PreparationProgress:
+    """How far the preparation of memory has come.
+
+    Attributes:
+        step: What is being done.
+        done_bytes: For how many bytes it is done.
+        total_bytes: For how many it will be.
+    """
+
+    step: PreparationStep
+    done_bytes: int
+    total_bytes: int
+
+
+Report = Callable[[PreparationProgress], object]
+"""Hears of progress, in the thread that prepares; what it raises ends the preparation."""
+
+
+def ignore_progress(_progress: PreparationProgress) -> None:
+    """Do nothing."""
+
+
 class HostMemory(ABC):
-    """Slots of host memory, zeroed when made.
+    """Slots of host memory, zeroed when made; slot i begins at `address + i * slot_stride_bytes`.
+
+    Usable as soon as it is made; `prepare` makes it fast.
 
     Args:
         slot_count: Number of slots.
@@ -33,7 +69,29 @@ class HostMemory(ABC):
     @property
     @abstractmethod
     def buffer(self) -> NDArray[np.uint8]:
-        """All bytes; they stay mapped as long as anyone holds this array, as every copy does."""
+        """All bytes from slot 0 on; they stay mapped as long as anyone holds this array, as every copy does."""
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the device copies it at full speed."""
+        return False
+
+    @property
+    def prepares_at_once(self) -> bool:
+        """Whether `prepare` waits for nobody, and takes no longer than to start a thread for it."""
+        return False
+
+    def prepare(self, report: Report = ignore_progress) -> None:
+        """Make the memory fast, which may take seconds per 10 GB; called once, from any thread, before any copy.
+
+        Whatever it raises, the memory is pinned nowhere then and can only be closed.
+
+        Args:
+            report: Called often; see `Report`.
+
+        Raises:
+            ConfigurationError: The machine cannot give that much memory.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -424,6 +424,7 @@ class OffloaderMachine:
             store_seconds=worker.busy_seconds[Direction.STORE],
             load_seconds=worker.busy_seconds[Direction.LOAD],
             joined_blocks=worker.joined_block_count,
+            memory_is_pinned=self.memory.is_pinned,
             fault=self._fault,
         )
 

@@ -12,6 +12,8 @@ from aiokvoffload.devices.base import Device
 from aiokvoffload.errors import BlocksInFlightError, StateError
 from aiokvoffload.keys import CacheIdentity
 from aiokvoffload.kv_caches import CanonicalKVCaches
+from aiokvoffload.memory.base import Report, ignore_progress
+from aiokvoffload.memory.threads import prepare_in_thread
 from aiokvoffload.offloader.aio import Offloader
 from aiokvoffload.offloader.deadlines import Deadlines
 from aiokvoffload.offloader.parts import Parts, build_parts
@@ -32,18 +34,27 @@ class OffloaderContext:
     On asyncio it may be entered in one task and left in another, as test fixtures are.
     """
 
-    def __init__(self, make_parts: Callable[[], Parts]) -> None:
+    def __init__(self, make_parts: Callable[[], Parts], *, on_progress: Report = ignore_progress) -> None:
         self._make_parts: Callable[[], Parts] | None = make_parts
+        self._on_progress = on_progress
         self._offloader: Offloader | None = None
         self._sync_offloader: SyncOffloader | None = None
 
     async def __aenter__(self) -> Offloader:
-        """Open in the running event loop.
+        """Open in the running event loop; the memory is prepared in a thread.
+
+        Cancelled, it stops that soon, and leaves nothing mapped or registered.
 
         Raises:
             StateError: It was entered before.
         """
-        self._offloader = Offloader(self._parts())
+        parts = self._parts()
+        try:
+            await prepare_in_thread(parts.memory, self._on_progress)
+            self._offloader = Offloader(parts)
+        except BaseException:
+            parts.discard()
+            raise
         return self._offloader
 
     async def __aexit__(
@@ -66,7 +77,13 @@ class OffloaderContext:
         Raises:
             StateError: It was entered before.
         """
-        self._sync_offloader = SyncOffloader(self._parts())
+        parts = self._parts()
+        try:
+            parts.memory.prepare(self._on_progress)
+            self._sync_offloader = SyncOffloader(parts)
+        except BaseException:
+            parts.discard()
+            raise
         return self._sync_offloader
 
     def __exit__(
@@ -104,7 +121,9 @@ def open_offloader(
     compute_stream: object | None = None,
     streams_per_direction: int = STREAMS_PER_DIRECTION,
     in_flight_bytes: int = IN_FLIGHT_BYTES,
+    numa_node: int | None = None,
     deadlines: Deadlines | None = None,
+    on_progress: Report = ignore_progress,
     clock: Clock | None = None,
 ) -> OffloaderContext:
     """Return a context manager that opens an offloader.
@@ -127,7 +146,9 @@ def open_offloader(
             back. Without one the engine's work counts as done when it calls, as it is on a CPU.
         streams_per_direction: Streams that copies of one direction are spread over.
         in_flight_bytes: How much may be with the device at a time; what is over that waits in the queue.
+        numa_node: Where CPU memory is taken from first; see `numa_node_of_pci_device`.
         deadlines: How long anything may take.
+        on_progress: Hears how far the CPU memory is, in the thread that prepares it; what it raises ends the opening.
         clock: Where deadlines are read.
 
     Raises:
@@ -149,9 +170,11 @@ def open_offloader(
             compute_stream=compute_stream,
             streams_per_direction=streams_per_direction,
             in_flight_bytes=in_flight_bytes,
+            numa_node=numa_node,
             deadlines=deadlines or Deadlines(),
             clock=clock or SystemClock(),
-        )
+        ),
+        on_progress=on_progress,
     )
 
 

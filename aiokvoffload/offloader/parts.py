@@ -14,6 +14,8 @@ from aiokvoffload.managers.base import OffloadingManager
 from aiokvoffload.managers.cpu import CPUOffloadingManager
 from aiokvoffload.managers.reuse import with_reuse_filter
 from aiokvoffload.memory.base import HostMemory
+from aiokvoffload.memory.pinned import PinnedMemory
+from aiokvoffload.memory.preparation import PreparationOptions
 from aiokvoffload.offloader.deadlines import Deadlines
 from aiokvoffload.offloader.subscriptions import EventHub
 from aiokvoffload.policies.base import CachePolicy
@@ -40,6 +42,12 @@ class Parts:
     hub: EventHub = field(default_factory=EventHub)
     placement: Placement = "inclusive"
 
+    def discard(self) -> None:
+        """Give everything back before an offloader was made of it."""
+        self.memory.close()
+        if self.is_own_device:
+            self.device.close()
+
 
 def build_parts(
     kv_caches: CanonicalKVCaches,
@@ -55,9 +63,10 @@ def build_parts(
     clock: Clock,
     streams_per_direction: int = STREAMS_PER_DIRECTION,
     in_flight_bytes: int = IN_FLIGHT_BYTES,
+    numa_node: int | None = None,
     placement: Placement = "inclusive",
 ) -> Parts:
-    """Build what an offloader is made of; arguments as in `open_offloader`."""
+    """Build what an offloader is made of, its memory not yet prepared; arguments as in `open_offloader`."""
     check_placement(placement, block_size_factor)
     if streams_per_direction < 1 or in_flight_bytes < 1:
         raise ConfigurationError(
@@ -90,9 +99,12 @@ def build_parts(
             used_device = device_for_tensors(kv_caches.device.type) if device is None else DEVICES.resolve(device)()
             stack.callback(used_device.close)
         stream = None if compute_stream is None else used_device.adopt_stream(compute_stream)
-        memory, worker = build_worker(
+        options = PreparationOptions(numa_node=numa_node)
+        memory = PinnedMemory(block_count, layout.slot_bytes, used_device, options=options)
+        stack.callback(memory.close)
+        worker = build_worker(
             layout,
-            block_count,
+            memory,
             used_device,
             clock,
             landing_seconds=deadlines.landing_seconds,

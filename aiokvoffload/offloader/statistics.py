@@ -20,6 +20,7 @@ class OffloaderStatistics:
         loaded_bytes: Bytes landed in GPU memory.
         store_seconds: Device time of the stores.
         load_seconds: Device time of the loads.
+        memory_is_pinned: Whether the device copies CPU memory at full speed.
         joined_blocks: GPU blocks whose load joined a copy under way.
         fault: Why everything is now a miss and a refusal; None while all is well.
     """
@@ -33,4 +34,5 @@ class OffloaderStatistics:
     store_seconds: float
     load_seconds: float
     joined_blocks: int
+    memory_is_pinned: bool
     fault: str | None

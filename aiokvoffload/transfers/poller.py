@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import anyio
 
 from aiokvoffload.clock import Clock, deadline_after
 from aiokvoffload.devices.base import Device
+from aiokvoffload.loops import caller_from_threads, is_trio, running_loop
 
 _logger = logging.getLogger(__name__)
 
@@ -65,18 +66,15 @@ class Poller:
         """Start polling in the running event loop."""
         self._wake_up = anyio.Event()
         self._finished = anyio.Event()
-        self._loop = _running_loop()
-        if _is_trio():
+        self._loop = running_loop()
+        # A closed loop has cancelled the poller, which has drained: a ring that comes later has nobody to wake.
+        self._ring = partial(caller_from_threads(), self.wake)
+        if is_trio():
             import trio
 
-            token = trio.lowlevel.current_trio_token()
-            self._ring = lambda: _ignoring(trio.RunFinishedError, lambda: token.run_sync_soon(self.wake))
             trio.lowlevel.spawn_system_task(self._run, name="aiokvoffload poller")
         else:
-            loop = asyncio.get_running_loop()
-            # A closed loop has cancelled the poller, which has drained.
-            self._ring = lambda: _ignoring(RuntimeError, lambda: loop.call_soon_threadsafe(self.wake))
-            self._task = loop.create_task(self._run(), name="aiokvoffload poller")
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="aiokvoffload poller")
             self._task.add_done_callback(self._end)
 
     @property
@@ -87,7 +85,7 @@ class Poller:
     @property
     def is_elsewhere(self) -> bool:
         """The poller runs, but in another event loop than the caller."""
-        return self.is_running and _running_loop() not in (None, self._loop)
+        return self.is_running and running_loop() not in (None, self._loop)
 
     def wake(self) -> None:
         """Let the poller poll soon; from the event loop's thread."""
@@ -136,30 +134,3 @@ class Poller:
                 seconds = to_landing if seconds is None else min(seconds, to_landing)
             with self._clock.cancel_at(deadline_after(self._clock, seconds)):
                 await self._wake_up.wait()
-
-
-def _is_trio() -> bool:
-    if "trio" not in sys.modules:
-        return False
-    import trio
-
-    return trio.lowlevel.in_trio_task()
-
-
-def _running_loop() -> object | None:
-    """Return what identifies the event loop that runs the caller, if one does."""
-    if _is_trio():
-        import trio
-
-        return trio.lowlevel.current_trio_token()
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
-
-
-def _ignoring(error: type[Exception], call: Callable[[], object]) -> None:
-    try:
-        call()
-    except error:
-        _logger.debug("a doorbell rang after its event loop had ended")

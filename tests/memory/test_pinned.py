@@ -1,78 +1,213 @@
-"""Pinned memory: zeroed slots that stay as long as anybody needs them."""
+"""Pinned memory: an anonymous mapping, prepared in steps."""
 
 from __future__ import annotations
 
 import logging
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from aiokvoffload.errors import ConfigurationError, DeviceError
+from aiokvoffload.errors import ConfigurationError
+from aiokvoffload.memory.base import HostMemory, PreparationStep
+from aiokvoffload.memory.page_calls import PAGE_BYTES, PageCalls
 from aiokvoffload.memory.pinned import PinnedMemory
-from aiokvoffload.testing.device import ManualDevice
+from aiokvoffload.memory.preparation import PreparationOptions, row_aligned_pieces
+from aiokvoffload.testing.memory_contract import MemoryContract, PinCountingDevice, StopPreparing, stop_at
+
+MIB = 1 << 20
 
 
-class RefusingDevice(ManualDevice):
-    def pin(self, address: int, byte_count: int) -> None:
-        raise DeviceError("no more pinned memory")
+class OldKernel(PageCalls):
+    """Cannot populate, nor be advised."""
+
+    def populate(self, address: int, byte_count: int) -> bool:
+        return False
+
+    def _advise(self, address: int, byte_count: int, advice: int) -> int:
+        return 22
 
 
-class WatchedDevice(ManualDevice):
-    def __init__(self) -> None:
+class TestPinnedMemory(MemoryContract):
+    def make_memory(self, slot_count: int, slot_bytes: int, device: PinCountingDevice) -> HostMemory:
+        return PinnedMemory(slot_count, slot_bytes, device)
+
+
+class TestPinnedMemoryInPieces(MemoryContract):
+    def make_memory(self, slot_count: int, slot_bytes: int, device: PinCountingDevice) -> HostMemory:
+        return PinnedMemory(slot_count, slot_bytes, device, options=PreparationOptions(piece_bytes=10_000))
+
+
+class TestPinnedMemoryOnAnOldKernel(MemoryContract):
+    def make_memory(self, slot_count: int, slot_bytes: int, device: PinCountingDevice) -> HostMemory:
+        return PinnedMemory(slot_count, slot_bytes, device, options=PreparationOptions(page_calls=OldKernel()))
+
+
+# Populating
+
+
+def resident_pages(memory: HostMemory) -> int:
+    """Return how many pages of the mapping that `memory` lies in have memory of their own."""
+    for mapping in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)[1:]:
+        start, end = (int(bound, 16) for bound in mapping.split(maxsplit=1)[0].split("-"))
+        if start <= memory.address < end:
+            resident = re.search(r"^Rss:\s+(\d+) kB$", mapping, re.MULTILINE)
+            assert resident is not None
+            return int(resident[1]) * 1024 // PAGE_BYTES
+    raise AssertionError("not mapped")
+
+
+@pytest.mark.parametrize("page_calls", [PageCalls(), OldKernel()])
+def test_every_page_is_there_before_the_first_copy(page_calls: PageCalls) -> None:
+    memory = PinnedMemory(3, 5 * MIB, PinCountingDevice(), options=PreparationOptions(page_calls=page_calls))
+    before = resident_pages(memory)
+    memory.prepare()
+    # The kernel may have joined the mapping with a neighbour.
+    assert resident_pages(memory) - before >= 15 * MIB // PAGE_BYTES
+    memory.close()
+
+
+class RecordingPages(PageCalls):
+    """Notes what is populated; fails after some bytes."""
+
+    def __init__(self, room: int = 1 << 60) -> None:
         super().__init__()
-        self.ranges: dict[int, int] = {}
+        self.room = room
+        self.populated: list[range] = []
 
-    def pin(self, address: int, byte_count: int) -> None:
-        super().pin(address, byte_count)
-        self.ranges[address] = byte_count
-
-    def unpin(self, address: int) -> None:
-        super().unpin(address)
-        del self.ranges[address]
-
-
-def test_slots_are_zeroed_and_next_to_each_other() -> None:
-    memory = PinnedMemory(3, 100, ManualDevice())
-    assert (memory.slot_count, memory.slot_bytes, memory.slot_stride_bytes) == (3, 100, 100)
-    assert memory.buffer.shape == (300,)
-    assert not memory.buffer.any()
-    assert memory.address == memory.buffer.ctypes.data
-    memory.buffer[100:200] = 7
-    assert memory.buffer.reshape(3, 100)[1].tolist() == [7] * 100
+    def populate(self, address: int, byte_count: int) -> bool:
+        self.populated.append(range(address, address + byte_count))
+        if sum(map(len, self.populated)) > self.room:
+            raise OSError(12, "Cannot allocate memory")
+        return True
 
 
-def test_memory_is_pinned_until_it_is_closed() -> None:
-    device = WatchedDevice()
-    memory = PinnedMemory(2, 64, device)
-    assert memory.is_pinned
-    assert device.ranges == {memory.address: 128}
+@pytest.mark.parametrize("thread_count", [1, 3])
+def test_threads_populate_all_of_it_once_in_chunks(thread_count: int) -> None:
+    pages = RecordingPages()
+    options = PreparationOptions(thread_count=thread_count, page_calls=pages)
+    # Only mapped, never touched: it costs nothing.
+    memory = PinnedMemory(1001, MIB, PinCountingDevice(), options=options)
+    told: list[int] = []
+    memory.prepare(lambda progress: told.append(progress.done_bytes))
+    assert_covers(pages.populated, range(memory.address, memory.address + 1001 * MIB))
+    assert len(pages.populated) == 8
+    assert told.count(1001 * MIB) == 2  # populated, registered
     memory.close()
+
+
+def assert_covers(parts: Sequence[range], whole: range) -> None:
+    """Check that the parts are the whole, without overlap."""
+    end = whole.start
+    for part in sorted(parts, key=lambda part: part.start):
+        assert part.start == end
+        end = part.stop
+    assert end == whole.stop
+
+
+@pytest.mark.parametrize("thread_count", [1, 3])
+def test_a_machine_without_that_much_memory_says_so(thread_count: int) -> None:
+    device = PinCountingDevice()
+    options = PreparationOptions(thread_count=thread_count, page_calls=RecordingPages(room=300 * MIB))
+    memory = PinnedMemory(1001, MIB, device, options=options)
+    with pytest.raises(ConfigurationError, match=f"cannot populate {1001 * MIB} bytes of CPU memory: .*Cannot alloc"):
+        memory.prepare()
+    assert not device.pinned
     memory.close()
-    assert device.ranges == {}
-    assert not memory.is_pinned
 
 
-def test_bytes_outlive_the_memory_as_long_as_anybody_holds_them() -> None:
-    memory = PinnedMemory(1, 1 << 16, ManualDevice())
-    buffer = memory.buffer
-    buffer[:] = 5
-    memory.close()
-    del memory
-    assert np.all(buffer == 5)
-
-
-def test_memory_that_cannot_be_pinned_is_slower_not_wrong(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        memory = PinnedMemory(2, 64, RefusingDevice())
-    assert not memory.is_pinned
-    assert [record.message for record in caplog.records] == [
-        "CPU memory stays pageable, copies will be slower: no more pinned memory"
-    ]
-    memory.buffer[:] = 1
+def test_a_stopped_preparation_populates_no_further() -> None:
+    pages = RecordingPages()
+    memory = PinnedMemory(4096, MIB, PinCountingDevice(), options=PreparationOptions(thread_count=2, page_calls=pages))
+    with pytest.raises(StopPreparing):
+        memory.prepare(stop_at(2))
+    assert sum(map(len, pages.populated)) < 1024 * MIB
     memory.close()
 
 
 @pytest.mark.parametrize(("slot_count", "slot_bytes"), [(1 << 40, 1 << 20), (1 << 62, 4), (0, 64)])
-def test_more_memory_than_there_is(slot_count: int, slot_bytes: int) -> None:
+def test_more_memory_than_can_be_mapped(slot_count: int, slot_bytes: int) -> None:
     with pytest.raises(ConfigurationError, match=f"cannot map {slot_count * slot_bytes} bytes"):
-        PinnedMemory(slot_count, slot_bytes, ManualDevice())
+        PinnedMemory(slot_count, slot_bytes, PinCountingDevice())
+
+
+def test_a_forked_process_sees_zeros() -> None:
+    memory = PinnedMemory(1, 64, PinCountingDevice())
+    memory.buffer[:] = 7
+    child = os.fork()
+    if not child:
+        os._exit(int(memory.buffer.any()))
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert np.all(memory.buffer == 7)
+    memory.close()
+
+
+# Registering
+
+
+def test_it_is_registered_in_pieces_of_whole_rows() -> None:
+    device = PinCountingDevice()
+    memory = PinnedMemory(10, 3 * PAGE_BYTES, device, options=PreparationOptions(piece_bytes=7 * PAGE_BYTES))
+    memory.prepare()
+    assert device.pinned == {memory.address + 6 * PAGE_BYTES * piece: 6 * PAGE_BYTES for piece in range(5)}
+    memory.close()
+
+
+@given(
+    st.integers(1, 300),
+    st.one_of(st.integers(1, 40), st.integers(1, 5 * PAGE_BYTES), st.integers(1, 5).map(lambda n: n * PAGE_BYTES)),
+    st.integers(1, 40 * PAGE_BYTES),
+)
+def test_pieces_are_whole_rows_in_turn(row_count: int, row_bytes: int, piece_bytes: int) -> None:
+    pieces = list(row_aligned_pieces(row_count, row_bytes, piece_bytes))
+    assert_covers(pieces, range(row_count * row_bytes))
+    assert all(part.start % row_bytes == 0 and part for part in pieces)
+    assert all(len(part) <= max(piece_bytes, row_bytes) for part in pieces)
+    shared = [part.start for part in pieces if part.start % PAGE_BYTES]
+    period = np.lcm(row_bytes, PAGE_BYTES)
+    assert not shared or period > piece_bytes
+
+
+def test_a_refused_registration_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    device = PinCountingDevice(limit=2)
+    options = PreparationOptions(piece_bytes=PAGE_BYTES)
+    memory = PinnedMemory(5, PAGE_BYTES, device, options=options)
+    with caplog.at_level(logging.WARNING):
+        memory.prepare()
+    assert not device.pinned
+    assert repr(memory) == f"<PinnedMemory 5 x {PAGE_BYTES} bytes, pageable>"
+    assert [record.message for record in caplog.records] == [
+        "CPU memory stays pageable, copies will be slower: no more memory may be pinned"
+    ]
+    memory.close()
+    assert "closed" in repr(memory)
+
+
+def test_progress_goes_by_pieces() -> None:
+    told: list[int] = []
+    options = PreparationOptions(piece_bytes=2 * PAGE_BYTES)
+    memory = PinnedMemory(5, PAGE_BYTES, PinCountingDevice(), options=options)
+    memory.prepare(
+        lambda progress: told.append(progress.done_bytes) if progress.step is PreparationStep.REGISTERING else None
+    )
+    assert told == [0, 2 * PAGE_BYTES, 4 * PAGE_BYTES, 5 * PAGE_BYTES]
+    memory.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"piece_bytes": 0}, "piece_bytes is 0"),
+        ({"thread_count": 0}, "thread_count 0"),
+        ({"numa_node": -1}, "numa_node is -1"),
+    ],
+)
+def test_options_that_cannot_work(options: dict[str, int], sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        PreparationOptions(**options)  # type: ignore[arg-type]
