@@ -11,10 +11,11 @@ from anyio.lowlevel import checkpoint_if_cancelled
 from aiokvoffload.errors import BlocksInFlightError, ClosedError, StateError, WrongThreadError
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.offloader.handles import TransferHandle
-from aiokvoffload.offloader.machine import ALREADY_DONE, After, OffloaderMachine
+from aiokvoffload.offloader.machine import OffloaderMachine
 from aiokvoffload.offloader.parts import Parts
 from aiokvoffload.offloader.subscriptions import DEFAULT_EVENT_BUFFER, EventStream
 from aiokvoffload.specs import LookupResult, ReqContext, StoreOutcome, TransferResult
+from aiokvoffload.transfers.base import ALREADY_DONE, After
 from aiokvoffload.transfers.poller import Poller, PollStep
 
 
@@ -33,7 +34,7 @@ class Offloader(OffloaderMachine):
         super().__init__(parts)
         self._is_closing = False
         self._poller = Poller(
-            self._step_for_poller, lambda: self.drain(self.deadlines.landing_seconds), parts.device, parts.clock
+            self._step_for_poller, lambda: self.drain(self.deadlines.landing_seconds), parts.worker, parts.clock
         )
         self._poller.start()
 
@@ -81,7 +82,7 @@ class Offloader(OffloaderMachine):
         await checkpoint_if_cancelled()
         self._check()
         blocks = self.shapes.check_blocks(gpu_blocks, len(keys) * self.block_size_factor)
-        after = self._event_for(after) or ALREADY_DONE  # as of now, not of the end of the wait
+        after = self._worker.event_after(after) or ALREADY_DONE  # as of now, not of the end of the wait
         with self.prepare_load(keys, ctx) as ticket:
             if await ticket.ready(timeout_seconds=timeout_seconds) is LookupResult.MISS:
                 return 0

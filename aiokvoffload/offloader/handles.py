@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING
 
 from aiokvoffload.devices.base import Direction, Event
-from aiokvoffload.errors import BlocksInFlightError, StateError
+from aiokvoffload.errors import BlocksInFlightError
 from aiokvoffload.offloader.waiting import Watchers
 from aiokvoffload.specs import CPULoadStoreSpec, GPULoadStoreSpec, Lease, StoreOutcome, TransferResult
 from aiokvoffload.transfers.base import Transfer, TransferState
@@ -87,8 +87,6 @@ class TransferHandle:
         Raises:
             StateError: The copies are not sent yet, or no compute stream was named.
         """
-        if not self.is_sent:
-            raise StateError("the copies are still queued; await handle.sent() before fence()")
         if self._transfer is not None and not self.is_idle:
             self._machine.fence(self._transfer)
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from enum import Enum
 from functools import partial
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aiokvoffload.devices.base import Direction, Event, Stream
-from aiokvoffload.errors import DeviceError, InvalidRequestError, StateError
+from aiokvoffload.devices.base import Direction, Event
+from aiokvoffload.errors import InvalidRequestError
 from aiokvoffload.keys import (
     CacheIdentity,
     OffloadKey,
@@ -43,23 +41,12 @@ from aiokvoffload.specs import (
     ReqContext,
     StoreOutcome,
 )
-from aiokvoffload.transfers.base import Transfer
+from aiokvoffload.transfers.base import After, Transfer
 from aiokvoffload.transfers.poller import PollStep
 
 _logger = logging.getLogger(__name__)
 _PAUSE_SECONDS = 0.001
 Result = TypeVar("Result")
-
-
-class AlreadyDone(Enum):
-    """Says that a transfer has to wait for nothing."""
-
-    ALREADY_DONE = "already done"
-
-
-ALREADY_DONE = AlreadyDone.ALREADY_DONE
-After = Stream | Event | AlreadyDone | object | None
-"""What the copies wait for: a stream (all that is on it now), an event, nothing, or by default the compute stream."""
 
 
 class OffloaderMachine:
@@ -76,10 +63,10 @@ class OffloaderMachine:
         self.deadlines = parts.deadlines
         self._parts = parts
         self._identity = parts.identity
-        self.shapes = BlockShapes(parts.layout)
-        self._layout = parts.layout
+        self.shapes = BlockShapes(parts.cache)
+        self._cache = parts.cache
+        self._group_slot_bytes = parts.cache.group_slot_bytes
         self._worker = parts.worker
-        self._device = parts.device
         self._owner = Owner("offloader")
         self._owner.check_thread()
         self._fault: str | None = None
@@ -101,7 +88,7 @@ class OffloaderMachine:
     @property
     def block_size_factor(self) -> int:
         """GPU blocks per offloaded block."""
-        return self._layout.block_size_factor
+        return self._cache.block_size_factor
 
     def root(self, *, adapter: str = "", salt: str = "") -> bytes:
         """Return the start of a request's hash chain, of the present epoch."""
@@ -119,7 +106,7 @@ class OffloaderMachine:
         """
         root = self.root(adapter=adapter, salt=salt)
         found: list[OffloadKey] = []
-        for index, group in enumerate(self._layout.kv_caches.groups):
+        for index, group in enumerate(self._cache.groups):
             hashes = block_hashes(root, token_ids, group.block_tokens)
             found += offload_keys(hashes, block_size_factor=self.block_size_factor, group_index=index)
         return found
@@ -154,7 +141,7 @@ class OffloaderMachine:
         blocks = self.shapes.check_blocks(gpu_blocks, len(keys) * self.block_size_factor)
         if self._fault is not None:
             return TransferHandle(self, outcomes=(StoreOutcome.REFUSED,) * len(keys)).finish_empty()
-        event = self._event_for(after)
+        event = self._worker.event_after(after)
         ticket = self.manager.prepare_store_nowait(
             keys,
             ctx,
@@ -217,7 +204,7 @@ class OffloaderMachine:
         blocks = self.shapes.check_blocks(gpu_blocks, len(keys) * self.block_size_factor)
         if self._fault is not None:
             return TransferHandle(self, outcomes=(StoreOutcome.REFUSED,) * len(keys)).finish_empty()
-        event = self._event_for(after)
+        event = self._worker.event_after(after)
         chosen = self._choose_sendable(keys, blocks)
         depths = self.shapes.depths(sizes)
         ticket = self.manager.prepare_demotion_nowait(
@@ -246,7 +233,7 @@ class OffloaderMachine:
             seen.add(keys[position])
             if result is LookupResult.MISS:
                 span = gpu_blocks[position * factor : (position + 1) * factor]
-                byte_count = self._layout.group_slot_bytes[offload_group_index(keys[position])]
+                byte_count = self._group_slot_bytes[offload_group_index(keys[position])]
                 if not filled_later.isdisjoint(span):
                     continue
                 if allowed_bytes is not None:
@@ -325,7 +312,7 @@ class OffloaderMachine:
             take_along = self._parts.placement == "exclusive"
         blocks = self.shapes.check_blocks(gpu_blocks, sum(group_sizes))
         self.shapes.check_distinct_blocks(blocks, group_sizes)
-        event = self._event_for(after)
+        event = self._worker.event_after(after)
         if not ticket.slots:
             self.manager.complete_load_nowait(ticket)
             return TransferHandle(self, token_count=token_count).finish_empty(("CPU", "GPU"))
@@ -357,7 +344,7 @@ class OffloaderMachine:
             ended_count, before = len(self._ended), self.clock.now()
             seconds = min(left, self._worker.seconds_to_deadline() or left)
             for transfer in self._worker.under_way()[:1]:
-                self._synchronize(transfer, before + seconds)
+                self._wait_for(transfer, before + seconds)
             has_waited = self.clock.now() - before >= min(seconds, _PAUSE_SECONDS)
             self.step()
             if not has_waited and len(self._ended) == ended_count and not is_over():
@@ -376,17 +363,13 @@ class OffloaderMachine:
         while 0 < self._worker.sent_count < count and self.clock.now() < deadline:
             count = self._worker.sent_count
             for transfer in self._worker.under_way():
-                self._synchronize(transfer, deadline)
+                self._wait_for(transfer, deadline)
             self.step()
         self.guarded(self._worker.expire_all)
 
     def fence(self, transfer: Transfer) -> None:
-        """Let the compute stream wait for a sent transfer; for `TransferHandle.fence`."""
-        stream = self._parts.compute_stream
-        if stream is None:
-            raise StateError("no compute stream was named when the offloader was opened; await the handle instead")
-        for event in transfer.end_events():
-            self._device.wait_event(stream, event)
+        """Let the compute stream wait for a transfer; for `TransferHandle.fence`."""
+        self._worker.fence(transfer)
 
     def withdraw(self, transfer: Transfer) -> bool:
         """Take back a transfer that is not sent; for `TransferHandle.cancel`."""
@@ -438,10 +421,7 @@ class OffloaderMachine:
         self._owner.is_closed = True
         self.guarded(self.manager.close_nowait)
         self._parts.hub.close()
-        if not self._worker.sent_count:
-            self._parts.memory.close()
-        if self._parts.is_own_device:
-            self._device.close()
+        self._parts.close(has_copies_under_way=bool(self._worker.sent_count))
 
     def gpu_blocks_in_flight(self) -> frozenset[int]:
         """Return the GPU blocks of all transfers that were sent and have not landed."""
@@ -451,6 +431,7 @@ class OffloaderMachine:
 
     def _check(self) -> None:
         self._owner.check()
+        self._worker.check()
 
     def _launch(
         self,
@@ -484,22 +465,9 @@ class OffloaderMachine:
             lease.release()
             raise
 
-    def _event_for(self, after: After) -> Event | None:
-        """Return what a transfer that is asked for now must wait for."""
-        if after is None:
-            after = self._parts.compute_stream
-        if after is None or after is ALREADY_DONE:
-            return None
-        if isinstance(after, Event):
-            with suppress(DeviceError):  # failed work is over; another device's event is refused here
-                return None if self._device.is_done(after) else after
-            return None
-        return self._device.record(self._device.adopt_stream(after))
-
-    def _synchronize(self, transfer: Transfer, deadline: float) -> None:
+    def _wait_for(self, transfer: Transfer, deadline: float) -> None:
         """Block until the copies of a sent transfer are over, or the deadline."""
-        for event in transfer.end_events():
-            self.guarded(partial(self._device.synchronize, event, max(0.0, deadline - self.clock.now())))
+        self.guarded(partial(self._worker.wait_for, transfer, max(0.0, deadline - self.clock.now())))
 
     def guarded(self, action: Callable[[], Result]) -> Result | None:
         """Return what `action` returns; an exception becomes the offloader's fault, and None."""

@@ -53,7 +53,7 @@ class OffloaderContext:
             await prepare_in_thread(parts.memory, self._on_progress)
             self._offloader = Offloader(parts)
         except BaseException:
-            parts.discard()
+            parts.close()
             raise
         return self._offloader
 
@@ -82,7 +82,7 @@ class OffloaderContext:
             parts.memory.prepare(self._on_progress)
             self._sync_offloader = SyncOffloader(parts)
         except BaseException:
-            parts.discard()
+            parts.close()
             raise
         return self._sync_offloader
 

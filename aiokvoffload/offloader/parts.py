@@ -6,10 +6,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from aiokvoffload.clock import Clock
-from aiokvoffload.devices.base import DEVICES, Device, Stream, device_for_tensors
+from aiokvoffload.devices.base import DEVICES, Device, device_for_tensors
 from aiokvoffload.errors import ConfigurationError
 from aiokvoffload.keys import CacheIdentity
-from aiokvoffload.kv_caches import CanonicalKVCaches
+from aiokvoffload.kv_caches import CacheShape, CanonicalKVCaches
 from aiokvoffload.managers.base import OffloadingManager
 from aiokvoffload.managers.cpu import CPUOffloadingManager
 from aiokvoffload.managers.reuse import with_reuse_filter
@@ -21,32 +21,59 @@ from aiokvoffload.offloader.subscriptions import EventHub
 from aiokvoffload.policies.base import CachePolicy
 from aiokvoffload.specs import Placement, check_placement
 from aiokvoffload.transfers.assembly import build_worker
+from aiokvoffload.transfers.base import TransferWorker
 from aiokvoffload.transfers.pointers import SlotLayout
-from aiokvoffload.transfers.worker import IN_FLIGHT_BYTES, STREAMS_PER_DIRECTION, OffloadingWorker
+from aiokvoffload.transfers.worker import IN_FLIGHT_BYTES, STREAMS_PER_DIRECTION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What an offloader is made of; see `build_parts`."""
+    """What an offloader is made of.
 
-    layout: SlotLayout
+    Attributes:
+        cache: The KV cache.
+        memory: The slots.
+        manager: Decides.
+        worker: Moves, in this process or in others.
+        identity: What must agree for blocks to be shared.
+        clock: Where deadlines are read.
+        deadlines: How long anything may take.
+        own_device: Closed with the rest.
+        hub: Where the manager's events go.
+        placement: Where blocks live.
+    """
+
+    cache: CacheShape
     memory: HostMemory
-    device: Device
-    is_own_device: bool
     manager: OffloadingManager
-    worker: OffloadingWorker
+    worker: TransferWorker
     identity: CacheIdentity
-    compute_stream: Stream | None
     clock: Clock
     deadlines: Deadlines
+    own_device: Device | None = None
     hub: EventHub = field(default_factory=EventHub)
     placement: Placement = "inclusive"
 
-    def discard(self) -> None:
-        """Give everything back before an offloader was made of it."""
-        self.memory.close()
-        if self.is_own_device:
-            self.device.close()
+    def close(self, *, has_copies_under_way: bool = False) -> None:
+        """Give everything back; memory that copies still touch stays mapped until they let go of it."""
+        self.worker.close()
+        if not has_copies_under_way:
+            self.memory.close()
+        if self.own_device is not None:
+            self.own_device.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalParts(Parts):
+    """What an offloader is made of that moves the bytes itself; see `build_parts`.
+
+    Attributes:
+        layout: How GPU blocks lie in slots.
+        device: Does the copying.
+    """
+
+    layout: SlotLayout
+    device: Device
 
 
 def build_parts(
@@ -65,7 +92,7 @@ def build_parts(
     in_flight_bytes: int = IN_FLIGHT_BYTES,
     numa_node: int | None = None,
     placement: Placement = "inclusive",
-) -> Parts:
+) -> LocalParts:
     """Build what an offloader is made of, its memory not yet prepared; arguments as in `open_offloader`."""
     check_placement(placement, block_size_factor)
     if streams_per_direction < 1 or in_flight_bytes < 1:
@@ -80,17 +107,14 @@ def build_parts(
             f"cpu_bytes is {cpu_bytes}, but one block of {block_size_factor} GPU blocks needs {layout.slot_bytes}"
         )
     hub = EventHub()
-    manager = with_reuse_filter(
-        CPUOffloadingManager(
-            block_count,
-            policy=policy,
-            groups=kv_caches.groups,
-            block_size_factor=block_size_factor,
-            blocks_above=kv_caches.block_count if placement == "exclusive" else 0,
-            event_sink=hub,
-            clock=clock,
-        ),
-        store_threshold,
+    manager = build_manager(
+        layout.shape,
+        block_count,
+        policy=policy,
+        placement=placement,
+        store_threshold=store_threshold,
+        hub=hub,
+        clock=clock,
     )
     with ExitStack() as stack:
         if isinstance(device, Device):
@@ -107,26 +131,51 @@ def build_parts(
             memory,
             used_device,
             clock,
+            compute_stream=stream,
             landing_seconds=deadlines.landing_seconds,
             streams_per_direction=streams_per_direction,
             in_flight_bytes=in_flight_bytes,
         )
         stack.pop_all()
-    return Parts(
+    return LocalParts(
+        cache=layout.shape,
         layout=layout,
         memory=memory,
         device=used_device,
-        is_own_device=used_device is not device,
+        own_device=None if used_device is device else used_device,
         manager=manager,
         worker=worker,
-        identity=replace(
-            identity,
-            page_bytes=kv_caches.group_page_bytes,
-            block_tokens=tuple(group.block_tokens * block_size_factor for group in kv_caches.groups),
-        ),
-        compute_stream=stream,
+        identity=identity_of(identity, layout.shape),
         clock=clock,
         deadlines=deadlines,
         hub=hub,
         placement=placement,
     )
+
+
+def build_manager(
+    cache: CacheShape,
+    block_count: int,
+    *,
+    policy: str | type[CachePolicy] | CachePolicy,
+    placement: Placement,
+    store_threshold: int,
+    hub: EventHub,
+    clock: Clock,
+) -> OffloadingManager:
+    """Return what decides over `block_count` slots; arguments as in `open_offloader`."""
+    manager = CPUOffloadingManager(
+        block_count,
+        policy=policy,
+        groups=cache.groups,
+        block_size_factor=cache.block_size_factor,
+        blocks_above=cache.block_count if placement == "exclusive" else 0,
+        event_sink=hub,
+        clock=clock,
+    )
+    return with_reuse_filter(manager, store_threshold)
+
+
+def identity_of(given: CacheIdentity, cache: CacheShape) -> CacheIdentity:
+    """Return an identity with what follows from the caches filled in."""
+    return replace(given, page_bytes=cache.group_page_bytes, block_tokens=cache.offloaded_block_tokens)

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from aiokvoffload.errors import BlocksInFlightError
 from aiokvoffload.keys import OffloadKey
-from aiokvoffload.offloader.machine import ALREADY_DONE, After, OffloaderMachine
+from aiokvoffload.offloader.machine import OffloaderMachine
 from aiokvoffload.specs import LookupResult, ReqContext, StoreOutcome
+from aiokvoffload.transfers.base import ALREADY_DONE, After
 
 
 class SyncOffloader(OffloaderMachine):
@@ -45,7 +46,7 @@ class SyncOffloader(OffloaderMachine):
         self._check()
         blocks = self.shapes.check_blocks(gpu_blocks, len(keys) * self.block_size_factor)
         seconds = self.deadlines.pending_seconds if timeout_seconds is None else timeout_seconds
-        after = self._event_for(after) or ALREADY_DONE  # as of now, not of the end of the wait
+        after = self._worker.event_after(after) or ALREADY_DONE  # as of now, not of the end of the wait
         with self.prepare_load(keys, ctx) as ticket:
             self.block_until(lambda: ticket.result is not LookupResult.PENDING, seconds)
             ticket.settle()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aiokvoffload.clock import Clock
-from aiokvoffload.devices.base import Device, Direction
+from aiokvoffload.devices.base import Device, Direction, Stream
 from aiokvoffload.memory.base import HostMemory
 from aiokvoffload.transfers.device_host import SingleDirectionOffloadingHandler
 from aiokvoffload.transfers.pointers import SlotLayout
@@ -16,6 +16,7 @@ def build_worker(
     device: Device,
     clock: Clock,
     *,
+    compute_stream: Stream | None = None,
     landing_seconds: float = LANDING_SECONDS,
     streams_per_direction: int = STREAMS_PER_DIRECTION,
     in_flight_bytes: int = IN_FLIGHT_BYTES,
@@ -29,6 +30,7 @@ def build_worker(
         layout,
         handlers,
         clock,
+        compute_stream=compute_stream,
         streams_per_direction=streams_per_direction,
         in_flight_bytes=in_flight_bytes,
         landing_seconds=landing_seconds,

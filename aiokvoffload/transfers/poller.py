@@ -13,11 +13,11 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import anyio
 
 from aiokvoffload.clock import Clock, deadline_after
-from aiokvoffload.devices.base import Device
 from aiokvoffload.loops import caller_from_threads, is_trio, running_loop
 
 _logger = logging.getLogger(__name__)
@@ -42,20 +42,29 @@ class PollStep:
     seconds_to_deadline: float | None
 
 
+class Doorbell(Protocol):
+    """Something that can ring when there is news, such as a device or a worker."""
+
+    def add_doorbell(self, ring: Callable[[], None]) -> Callable[[], None] | None:
+        """See `Device.add_doorbell`."""
+
+
 class Poller:
     """Polls when a copy is expected to have landed; parked while nothing is under way.
 
     Args:
         step: Polls once; must not raise.
         drain: Blocks until the copies under way are over or a bound is reached; must not raise.
-        device: Its doorbell, if it has one, wakes the poller.
+        doorbell: Wakes the poller, if it rings at all.
         clock: What the poller sleeps by.
     """
 
-    def __init__(self, step: Callable[[], PollStep], drain: Callable[[], None], device: Device, clock: Clock) -> None:
+    def __init__(
+        self, step: Callable[[], PollStep], drain: Callable[[], None], doorbell: Doorbell, clock: Clock
+    ) -> None:
         self._step = step
         self._drain = drain
-        self._device = device
+        self._doorbell = doorbell
         self._clock = clock
         self._is_stopping = False
         self._ring: Callable[[], None] = self.wake
@@ -99,7 +108,7 @@ class Poller:
             await self._finished.wait()
 
     async def _run(self) -> None:
-        silence = self._device.add_doorbell(self._ring)
+        silence = self._doorbell.add_doorbell(self._ring)
         try:
             await self._poll_until_stopped(has_doorbell=silence is not None)
         except Exception:
