@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from aiokvoffload.clock import Clock, SystemClock
+    from aiokvoffload.cluster import WorkerPort, join_offloader
     from aiokvoffload.errors import (
         BlocksInFlightError,
         ClosedError,
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
         InvalidRequestError,
         LayoutError,
         OffloadError,
+        RankLostError,
         StateError,
         TraceError,
         WrongThreadError,
@@ -78,6 +80,7 @@ __all__ = [
     "OffloadingEvent",
     "PrepareLoadOutput",
     "PrepareStoreOutput",
+    "RankLostError",
     "ReqContext",
     "StateError",
     "StoreOutcome",
@@ -87,7 +90,9 @@ __all__ = [
     "TraceError",
     "TransferHandle",
     "TransferResult",
+    "WorkerPort",
     "WrongThreadError",
+    "join_offloader",
     "make_offload_key",
     "offload_keys",
     "open_offloader",
@@ -95,8 +100,9 @@ __all__ = [
 
 _NAMES_OF = {
     "clock": "Clock SystemClock",
+    "cluster": "WorkerPort join_offloader",
     "errors": "BlocksInFlightError ClosedError ConfigurationError DeviceError InvalidRequestError "
-    "LayoutError OffloadError StateError TraceError WrongThreadError",
+    "LayoutError OffloadError RankLostError StateError TraceError WrongThreadError",
     "events": "EventKind OffloadingEvent",
     "keys": "CacheIdentity OffloadKey make_offload_key offload_keys",
     "kv_caches": "CanonicalKVCaches KVGroup",

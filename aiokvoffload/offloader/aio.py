@@ -164,6 +164,8 @@ class Offloader(OffloaderMachine):
             return
         self._is_closing = True
         seconds = self.deadlines.drain_seconds if drain_seconds is None else drain_seconds
+        if not self._worker.sends_by_itself:
+            self.guarded(self._worker.withdraw_all)
         try:
             if self._poller.is_running:
                 await self._end_watchers.wait_out(self._is_at_rest, self.clock, self.clock.now() + seconds)
@@ -212,6 +214,5 @@ class Offloader(OffloaderMachine):
             await handle.wait_out()
         except anyio.get_cancelled_exc_class() as exc:
             cancellation = exc
-        if not handle.is_idle:
-            raise BlocksInFlightError(handle.gpu_blocks, self.deadlines.landing_seconds)
+        handle.check_idle()
         raise cancellation

@@ -109,11 +109,20 @@ class TransferHandle:
 
         Raises:
             BlocksInFlightError: The copies have not landed within `timeout_seconds`, or missed their deadline.
+            StateError: The ranks of an engine do not know of them yet, see `take_jobs`.
         """
+        if not self.is_sent:
+            self._machine.check_sends_by_itself()
         self._machine.block_until(lambda: self.is_settled, timeout_seconds)
-        if self._result is None:
-            raise BlocksInFlightError(self.gpu_blocks, timeout_seconds)
-        return self._result
+        return self._checked_result(timeout_seconds)
+
+    def check_idle(self) -> None:
+        """Refuse to go on while a copy may touch the GPU blocks.
+
+        Raises:
+            BlocksInFlightError: One may.
+        """
+        self._checked_result(self._machine.deadlines.landing_seconds)
 
     async def wait_out(self) -> None:
         """Wait until the blocks are idle or overdue, whatever cancels the caller meanwhile."""
@@ -158,8 +167,11 @@ class TransferHandle:
 
     async def _settled(self) -> TransferResult:
         await self._watchers.wait_until(lambda: self.is_settled)
+        return self._checked_result(self._machine.deadlines.landing_seconds)
+
+    def _checked_result(self, seconds: float) -> TransferResult:
         if self._result is None:
-            raise BlocksInFlightError(self.gpu_blocks, self._machine.deadlines.landing_seconds)
+            raise BlocksInFlightError(self.gpu_blocks, seconds, self._transfer.awaited if self._transfer else "")
         return self._result
 
     def _end(self) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiokvoffload.devices.base import Direction, Event
-from aiokvoffload.errors import InvalidRequestError
+from aiokvoffload.errors import InvalidRequestError, RankLostError, StateError
 from aiokvoffload.keys import (
     CacheIdentity,
     OffloadKey,
@@ -335,6 +335,31 @@ class OffloaderMachine:
         self.guarded(self._worker.poll)
         return PollStep(bool(self._ended), self._worker.seconds_to_landing(), self._worker.seconds_to_deadline())
 
+    def take_jobs(self) -> bytes:
+        """Return all transfers and fences since the last call, for the ranks of an engine of several processes.
+
+        They travel inside the engine's own step message, and `WorkerPort.submit` takes them on every rank before that
+        step's kernels. Until then what they ask for is queued. Empty if there is nothing to do: then they may be left
+        out. Otherwise none may be lost.
+
+        Raises:
+            StateError: This offloader moves the bytes itself.
+        """
+        self._check()
+        return self._worker.take_jobs()
+
+    def check_sends_by_itself(self) -> None:
+        """Refuse to block for what only the caller can send.
+
+        Raises:
+            StateError: The worker sends nothing by itself.
+        """
+        if not self._worker.sends_by_itself:
+            raise StateError(
+                "the ranks get their work from take_jobs(), so this call would block for ever: start it with "
+                "prepare_load() or store_soon(), send take_jobs() to the ranks, and then wait for the handle"
+            )
+
     def block_until(self, is_over: Callable[[], bool], timeout_seconds: float) -> None:
         """Poll, blocking the thread in between, until `is_over` or the timeout."""
         self._owner.check_thread()
@@ -478,6 +503,9 @@ class OffloaderMachine:
             return None
 
     def _note_fault(self, exc: Exception) -> None:
-        _logger.error("a fault inside the offloader; from now on it misses and refuses", exc_info=exc)
+        if isinstance(exc, RankLostError):
+            _logger.warning("%s; from now on the offloader misses and refuses", exc)
+        else:
+            _logger.error("a fault inside the offloader; from now on it misses and refuses", exc_info=exc)
         if self._fault is None:
             self._fault = f"{type(exc).__name__}: {exc}"

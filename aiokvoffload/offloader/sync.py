@@ -44,6 +44,7 @@ class SyncOffloader(OffloaderMachine):
             BlocksInFlightError: A copy has not landed by its deadline.
         """
         self._check()
+        self.check_sends_by_itself()
         blocks = self.shapes.check_blocks(gpu_blocks, len(keys) * self.block_size_factor)
         seconds = self.deadlines.pending_seconds if timeout_seconds is None else timeout_seconds
         after = self._worker.event_after(after) or ALREADY_DONE  # as of now, not of the end of the wait
@@ -73,6 +74,7 @@ class SyncOffloader(OffloaderMachine):
             InvalidRequestError: Keys and GPU blocks do not fit.
             BlocksInFlightError: A copy has not landed by its deadline.
         """
+        self.check_sends_by_itself()
         handle = self.store_soon(keys, gpu_blocks, ctx, filtered=filtered, first_block=first_block, after=after)
         handle.wait(timeout_seconds=self.deadlines.landing_seconds)
         return handle.outcomes
@@ -94,6 +96,7 @@ class SyncOffloader(OffloaderMachine):
             InvalidRequestError: Keys and GPU blocks do not fit.
             BlocksInFlightError: A copy has not landed by its deadline.
         """
+        self.check_sends_by_itself()
         handle = self.demote_soon(keys, gpu_blocks, ctx, filtered=filtered, after=after)
         handle.wait(timeout_seconds=self.deadlines.landing_seconds)
         return handle.outcomes

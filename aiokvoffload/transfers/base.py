@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 
 from aiokvoffload.devices.base import Direction, Event, Stream
+from aiokvoffload.errors import StateError
 from aiokvoffload.specs import CPULoadStoreSpec, GPULoadStoreSpec
 from aiokvoffload.transfers.pointers import Places
 
@@ -180,7 +181,7 @@ class TransferWorker(ABC):
         """Refuse every call of the offloader where the worker can never work again.
 
         Raises:
-            ClosedError: It cannot.
+            RankLostError: It cannot.
         """
 
     @abstractmethod
@@ -225,6 +226,14 @@ class TransferWorker(ABC):
         Raises:
             StateError: That is not possible yet, or there is no compute stream.
         """
+
+    def take_jobs(self) -> bytes:
+        """Hand out what was submitted since the last call, for other processes.
+
+        Raises:
+            StateError: The worker sends it by itself.
+        """
+        raise StateError("this offloader moves the bytes itself; take_jobs() is for one opened with an engine_id")
 
     @abstractmethod
     def withdraw(self, transfer: Transfer) -> bool:

@@ -42,6 +42,31 @@ class PollStep:
     seconds_to_deadline: float | None
 
 
+class Pace:
+    """How long to sleep between polls.
+
+    Args:
+        has_doorbell: Something rings when there is news, so that polling need not look for it.
+    """
+
+    def __init__(self, *, has_doorbell: bool) -> None:
+        self._has_doorbell = has_doorbell
+        self._backoff = _MAX_BACKOFF if has_doorbell else 1
+
+    def seconds_to_next(self, step: PollStep) -> float | None:
+        """Return how long to sleep after `step`; None until something rings."""
+        if not self._has_doorbell:
+            # What lands later than expected is polled for less and less often.
+            self._backoff = 1 if step.has_news else min(2 * self._backoff, _MAX_BACKOFF)
+        seconds = step.seconds_to_deadline
+        if seconds is not None:
+            seconds = max(seconds, _MIN_SLEEP_SECONDS)
+        if step.seconds_to_landing is not None:
+            to_landing = max(step.seconds_to_landing, _MIN_SLEEP_SECONDS * self._backoff)
+            seconds = to_landing if seconds is None else min(seconds, to_landing)
+        return seconds
+
+
 class Doorbell(Protocol):
     """Something that can ring when there is news, such as a device or a worker."""
 
@@ -127,19 +152,10 @@ class Poller:
             self._finished.set()
 
     async def _poll_until_stopped(self, *, has_doorbell: bool) -> None:
-        backoff = _MAX_BACKOFF if has_doorbell else 1
+        pace = Pace(has_doorbell=has_doorbell)
         while not self._is_stopping:
             self._wake_up = anyio.Event()
             self.poll_count += 1
-            step = self._step()
-            if not has_doorbell:
-                # What lands later than expected is polled for less and less often; a doorbell rings for it.
-                backoff = 1 if step.has_news else min(2 * backoff, _MAX_BACKOFF)
-            seconds = step.seconds_to_deadline
-            if seconds is not None:
-                seconds = max(seconds, _MIN_SLEEP_SECONDS)
-            if step.seconds_to_landing is not None:
-                to_landing = max(step.seconds_to_landing, _MIN_SLEEP_SECONDS * backoff)
-                seconds = to_landing if seconds is None else min(seconds, to_landing)
+            seconds = pace.seconds_to_next(self._step())
             with self._clock.cancel_at(deadline_after(self._clock, seconds)):
                 await self._wake_up.wait()
