@@ -217,6 +217,11 @@ class ClusterWorker(TransferWorker):
                 return
             self._receive()
 
+    def wait_for_news(self, timeout_seconds: float) -> None:
+        """Block the thread until a rank has reported something, or the timeout."""
+        if self._sent:
+            self._inbox.wait(timeout_seconds)
+
     def expire_all(self) -> None:
         """Make everything overdue that is not over on every rank."""
         for transfer in self.under_way():

@@ -368,8 +368,7 @@ class OffloaderMachine:
         while not is_over() and (left := deadline - self.clock.now()) > 0:
             ended_count, before = len(self._ended), self.clock.now()
             seconds = min(left, self._worker.seconds_to_deadline() or left)
-            for transfer in self._worker.under_way()[:1]:
-                self._wait_for(transfer, before + seconds)
+            self.guarded(partial(self._worker.wait_for_news, seconds))
             has_waited = self.clock.now() - before >= min(seconds, _PAUSE_SECONDS)
             self.step()
             if not has_waited and len(self._ended) == ended_count and not is_over():
@@ -388,7 +387,7 @@ class OffloaderMachine:
         while 0 < self._worker.sent_count < count and self.clock.now() < deadline:
             count = self._worker.sent_count
             for transfer in self._worker.under_way():
-                self._wait_for(transfer, deadline)
+                self.guarded(partial(self._worker.wait_for, transfer, max(0.0, deadline - self.clock.now())))
             self.step()
         self.guarded(self._worker.expire_all)
 
@@ -489,10 +488,6 @@ class OffloaderMachine:
             close(False)
             lease.release()
             raise
-
-    def _wait_for(self, transfer: Transfer, deadline: float) -> None:
-        """Block until the copies of a sent transfer are over, or the deadline."""
-        self.guarded(partial(self._worker.wait_for, transfer, max(0.0, deadline - self.clock.now())))
 
     def guarded(self, action: Callable[[], Result]) -> Result | None:
         """Return what `action` returns; an exception becomes the offloader's fault, and None."""

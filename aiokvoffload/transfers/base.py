@@ -273,6 +273,10 @@ class TransferWorker(ABC):
         """Block the thread until the copies of a sent transfer are over, or the timeout; `poll` ends it then."""
 
     @abstractmethod
+    def wait_for_news(self, timeout_seconds: float) -> None:
+        """Block the thread until a sent transfer may be over, or the timeout; not at all if nothing is under way."""
+
+    @abstractmethod
     def expire_all(self) -> None:
         """Make everything overdue that has been sent and has not landed."""
 

@@ -226,6 +226,11 @@ class OffloadingWorker(TransferWorker):
         for event in transfer.end_events():
             self._device.synchronize(event, max(0.0, deadline - self._clock.now()))
 
+    def wait_for_news(self, timeout_seconds: float) -> None:
+        """Block the thread until the oldest copies under way are over, or the timeout."""
+        for transfer in self.under_way()[:1]:
+            self.wait_for(transfer, timeout_seconds)
+
     def add_doorbell(self, ring: Callable[[], None]) -> Callable[[], None] | None:
         """Add a doorbell to the device."""
         return self._device.add_doorbell(ring)
