@@ -127,16 +127,6 @@ class ClusterOpening:
                 f"cpu_bytes is {options.cpu_bytes}, but one block of {cache.block_size_factor} GPU blocks needs "
                 f"{cache.slot_bytes * copies} on all ranks together"
             )
-        hub = EventHub()
-        manager = build_manager(
-            cache,
-            slot_count,
-            policy=options.policy,
-            placement=options.placement,
-            store_threshold=options.store_threshold,
-            hub=hub,
-            clock=options.clock,
-        )
         memory = SharedOffloadRegion(
             lobby.engine,
             RegionShape(
@@ -152,6 +142,20 @@ class ClusterOpening:
             prepare_seconds=options.deadlines.prepare_seconds,
             clock=options.clock,
         )
+        try:
+            hub = EventHub()
+            manager = build_manager(
+                cache,
+                slot_count,
+                policy=options.policy,
+                placement=options.placement,
+                store_threshold=options.store_threshold,
+                hub=hub,
+                clock=options.clock,
+            )
+        except BaseException:
+            memory.close()
+            raise
         lobby.welcome(
             slot_count,
             is_replicated=options.is_replicated,

@@ -13,6 +13,7 @@ import torch
 from aiokvoffload.clock import Clock, SystemClock
 from aiokvoffload.cluster import WorkerPort, join_offloader
 from aiokvoffload.devices.base import Stream
+from aiokvoffload.memory.base import PreparationProgress
 from aiokvoffload.offloader import Deadlines, OffloaderContext, SyncOffloader, open_offloader
 from aiokvoffload.testing.clock import ManualClock
 from aiokvoffload.testing.device import ManualDevice
@@ -24,6 +25,16 @@ BLOCK_BYTES = PAGE_BYTES * LAYER_COUNT
 PATIENCE_SECONDS = 20.0
 """Bounds a failing test; a passing one never waits for it."""
 ENGINE = "engine"
+
+Step = tuple[Callable[[int], object], Callable[[], object]]
+"""Whether it is ready, by the number of ranks that have joined; and what it does."""
+
+
+class PatientClock(ManualClock):
+    """Stands still but for `advance`: a pause takes real time, as other threads have work to do meanwhile."""
+
+    def pause(self, seconds: float) -> None:
+        SystemClock().pause(min(seconds, 0.001))
 
 
 class Rank:
@@ -129,7 +140,7 @@ class Cluster:
         **options: Any,
     ) -> None:
         self.directory = directory
-        self.clock = ManualClock()
+        self.clock = PatientClock()
         self.ranks = [Rank(rank, **{"directory": directory, **rank_options(rank)}) for rank in range(world_size)]
         copies = 1 if options.get("replicated") else world_size
         self._options = {
@@ -138,12 +149,22 @@ class Cluster:
             "world_size": world_size,
             "directory": directory,
             "clock": clock or self.clock,
-            "deadlines": Deadlines(join_seconds=PATIENCE_SECONDS, drain_seconds=0.01),
+            "deadlines": Deadlines(join_seconds=PATIENCE_SECONDS, drain_seconds=PATIENCE_SECONDS),
             **options,
         }
 
-    def context(self) -> OffloaderContext:
-        return open_offloader(None, **self._options)
+    def context(self, **options: Any) -> OffloaderContext:
+        return open_offloader(None, **{**self._options, **options})
+
+    def context_doing(self, *steps: Step) -> OffloaderContext:
+        """Return a context that does something meanwhile: each step once its turn has come and it is ready."""
+        left = list(steps)
+
+        def proceed(progress: PreparationProgress) -> None:
+            if left and left[0][0](progress.done_bytes):
+                left.pop(0)[1]()
+
+        return self.context(on_progress=proceed)
 
     def join_soon(self) -> None:
         for rank in self.ranks:

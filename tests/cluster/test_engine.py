@@ -24,7 +24,6 @@ from aiokvoffload.offloader import ALREADY_DONE
 from aiokvoffload.offloader.machine import OffloaderMachine
 from aiokvoffload.specs import LookupResult, StoreOutcome
 from aiokvoffload.testing.asserts import assert_idle
-from aiokvoffload.testing.clock import ManualClock
 
 
 def states(offloader: OffloaderMachine, keys: list[Any]) -> list[LookupResult]:
@@ -302,14 +301,14 @@ def test_a_silent_rank_is_named_and_its_late_report_frees_the_slots_and_changes_
 
 
 def test_blocks_that_no_rank_reports_stay_leased_after_closing(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, rank_options=lambda rank: {"clock": ManualClock(), "drain_seconds": 0.01})
+    cluster = Cluster(tmp_path)
     with cluster.open() as offloader:
         offloader.store_soon(offloader.keys(range(4)), [0])
         cluster.step(offloader)
         for rank in cluster.ranks:
             rank.device.hang_direction(Direction.STORE)
         with pytest.raises(BlocksInFlightError, match="GPU blocks 0"):
-            offloader.close()
+            offloader.close(drain_seconds=0.01)
         for rank in cluster.ranks:
             with rank.port._lock:
                 rank.device.release()
