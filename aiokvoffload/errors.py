@@ -12,6 +12,7 @@
     │   └── ClosedError         after the object was closed
     │       └── RankLostError   after a worker process of the engine has gone
     ├── DeviceError             the device refused or failed work (RuntimeError)
+    ├── PartialCopyError        the device took only a part of the copies (RuntimeError)
     └── BlocksInFlightError     a copy outlived its deadline; names the GPU blocks (RuntimeError)
 
 Lack of room, a block that is gone and a tier that is down are results, never exceptions.
@@ -60,6 +61,13 @@ class RankLostError(ClosedError):
 
 class DeviceError(OffloadError, RuntimeError):
     """The device refused work or reported that work has failed."""
+
+
+class PartialCopyError(OffloadError, RuntimeError):
+    """The device refused a batch of copies after it may have taken a part, which runs.
+
+    No `DeviceError`, after which none of a refused batch runs: the memory stays in use until the stream gets there.
+    """
 
 
 class BlocksInFlightError(OffloadError, RuntimeError):

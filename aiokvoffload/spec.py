@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from aiokvoffload.clock import Clock, SystemClock
 from aiokvoffload.config import DEFAULT_SPEC_NAME, EngineShape, OffloadingConfig, check_mapping, check_text
-from aiokvoffload.devices.base import Device, SimulatedDevice, device_for_tensors
+from aiokvoffload.devices.base import Device, check_copies, device_for_tensors
 from aiokvoffload.errors import ClosedError, ConfigurationError, StateError
 from aiokvoffload.events import EventSink
 from aiokvoffload.kv_caches import CanonicalKVCaches, KVGroup
@@ -192,12 +192,9 @@ class CPUOffloadingSpec(OffloadingSpec):
         with ExitStack() as parts:
             device = self.device
             if device is None:
-                device = device_for_tensors(kv_caches.device.type)
+                device = device_for_tensors(kv_caches.device.type, kv_caches.device.index)
                 parts.callback(device.close)
-            elif isinstance(device, SimulatedDevice) and kv_caches.device.type != "cpu":
-                raise ConfigurationError(
-                    f"{type(device).__name__} copies CPU memory, but the KV caches lie on {kv_caches.device}"
-                )
+            check_copies(device, kv_caches.device)
             memory = PinnedMemory(self.block_count, layout.slot_bytes, device)
             parts.callback(memory.close)
             memory.prepare()

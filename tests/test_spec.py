@@ -346,7 +346,7 @@ def test_without_a_device_tensors_decide() -> None:
 @pytest.mark.parametrize(
     ("device", "message"),
     [
-        (None, "no device is known for KV caches on 'meta'; known: cpu; or give device"),
+        (None, "no device is known for KV caches on 'meta'; known: cpu, cuda; or give device"),
         (ManualDevice(), "ManualDevice copies CPU memory, but the KV caches lie on meta"),
     ],
 )

@@ -17,9 +17,9 @@ from aiokvoffload.cli.options import (
     ReplayOptions,
     SweepOptions,
     block_bytes,
-    parse_byte_size,
 )
 from aiokvoffload.errors import ConfigurationError
+from aiokvoffload.units import parse_byte_size
 
 PROGRAM = "aiokvoffload"
 USAGE = f"{PROGRAM} replay [options]"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
 from typing import Literal
 
@@ -14,12 +12,6 @@ from aiokvoffload.errors import ConfigurationError
 Backend = Literal["asyncio", "trio"]
 
 WORD_BYTES = 8
-BYTE_UNITS = {
-    "": 1,
-    "b": 1,
-    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)},
-    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)},
-}
 DEFAULT_CPU_BLOCKS = 1024
 DEFAULT_CONCURRENCY = 8
 
@@ -128,24 +120,6 @@ class ReplayOptions:
 def block_bytes(page_bytes: int, layers: int, block_size_factor: int) -> int:
     """Return the bytes of one offloaded block."""
     return page_bytes * layers * block_size_factor
-
-
-def parse_byte_size(text: str) -> int:
-    """Return the bytes meant by `1048576`, `64MiB`, `1.5 GiB` or `1GB`; upper and lower case are the same.
-
-    Raises:
-        ConfigurationError: The text is no such size, or not a whole number of bytes of at least 1.
-    """
-    match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*", text)
-    factor = BYTE_UNITS.get(match[2].lower()) if match else None
-    if match is None or factor is None:
-        raise ConfigurationError(
-            f"{text!r} is no size; give bytes or a number with kB, MB, GB, TB, KiB, MiB, GiB or TiB, such as 64MiB"
-        )
-    size = int(Decimal(match[1]) * factor)
-    if size < 1:
-        raise ConfigurationError(f"{text!r} is less than one byte")
-    return size
 
 
 def _require(name: str, value: int | None, *, at_least: int) -> None:

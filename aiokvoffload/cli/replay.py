@@ -25,17 +25,20 @@ _STALL_INTERVAL_SECONDS = 0.002
 
 
 class Replay:
-    """Replays requests through an offloader on the host device.
+    """Replays requests through an offloader on a simulated GPU.
 
     Args:
         options: What to replay, and how.
         requests: The requests, in the order of their arrival.
+        device: Runs the GPU's work, and is closed at the end; by default the host device.
 
     Raises:
         ConfigurationError: A request needs more GPU blocks than there are.
     """
 
-    def __init__(self, options: ReplayOptions, requests: Sequence[TraceRequest]) -> None:
+    def __init__(
+        self, options: ReplayOptions, requests: Sequence[TraceRequest], device: SimulatedDevice | None = None
+    ) -> None:
         self._options = options
         self._requests = requests
         longest = max(len(request.hash_ids) for request in requests)
@@ -45,7 +48,7 @@ class Replay:
                 f"a request needs {longest} GPU blocks, but there are {block_count}; use --gpu-blocks {longest} or more"
             )
         self._clock = SystemClock()
-        self._device: SimulatedDevice = HostDevice()
+        self._device = device or HostDevice()
         if options.check_order:
             self._device = OrderChecker(self._device)
         self._gpu = SimulatedGpu(options, block_count, self._device)

@@ -15,14 +15,14 @@ from aiokvoffload.cluster.admission import Admission
 from aiokvoffload.cluster.messages import join_of
 from aiokvoffload.cluster.places import boot_id
 from aiokvoffload.cluster.port import WorkerPort
-from aiokvoffload.devices.base import DEVICES, Device, device_for_tensors
+from aiokvoffload.devices.base import Device
 from aiokvoffload.errors import BlocksInFlightError
 from aiokvoffload.kv_caches import CanonicalKVCaches
 from aiokvoffload.memory.base import Report, ignore_progress
 from aiokvoffload.memory.preparation import PreparationOptions
 from aiokvoffload.memory.region_shape import RegionShape
 from aiokvoffload.memory.shared import SharedOffloadRegion
-from aiokvoffload.transfers.assembly import build_worker
+from aiokvoffload.transfers.assembly import build_worker, open_device
 from aiokvoffload.transfers.pointers import SlotLayout
 from aiokvoffload.transfers.worker import IN_FLIGHT_BYTES, STREAMS_PER_DIRECTION
 
@@ -63,7 +63,7 @@ def join_offloader(
         rank: Which one this is, from 0.
         world_size: How many ranks there are, to be compared; the scheduler knows it.
         compute_stream: The engine's: transfers wait for what is on it when their jobs are submitted, and fences hold
-            it back. Without one the engine's work counts as done when it calls, as it is on a CPU.
+            it back. Required on a GPU; on a CPU, without one the engine's work counts as done when it calls.
         device: Name or instance; by default the one that the tensors are on. A given instance is not closed.
         block_tokens: Tokens of a GPU block, where `kv_caches` is plain tensors.
         block_size_factor: GPU blocks per offloaded block, the same on all ranks.
@@ -96,12 +96,7 @@ def join_offloader(
     )
     slots = SlotLayout(caches, block_size_factor)
     with ExitStack() as stack:
-        if isinstance(device, Device):
-            used_device = device
-        else:
-            used_device = device_for_tensors(caches.device.type) if device is None else DEVICES.resolve(device)()
-            stack.callback(used_device.close)
-        stream = None if compute_stream is None else used_device.adopt_stream(compute_stream)
+        used_device, stream = open_device(caches, device, compute_stream, stack)
         admission = Admission(engine_id, rank, clock, timeout_seconds, directory)
         with ExitStack() as unfinished:
             unfinished.push(partial(_give_up, admission))

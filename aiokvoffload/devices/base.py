@@ -1,21 +1,25 @@
 """The device contract: streams of work in order, events between them, batched copies.
 
 A device is what holds the engine's KV blocks. Nothing above this package knows which one it is. All calls
-are made by the thread that owns the offloader; only doorbells ring from other threads.
+are made by the thread that owns the offloader, except that host memory may be pinned by any; doorbells ring from any.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aiokvoffload.errors import ConfigurationError, DeviceError, InvalidRequestError
 from aiokvoffload.registry import Registry
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Direction(Enum):
@@ -78,9 +82,23 @@ class CopyPlan:
 
 
 class Device(ABC):
-    """Streams, events and batched copies of one kind of hardware."""
+    """Streams, events and batched copies of one kind of hardware.
+
+    Attributes:
+        medium: What transfers call it.
+        tensor_kind: What torch calls the device of the tensors that it can copy; None if it can copy any.
+    """
 
     medium = "GPU"
+    tensor_kind: str | None = None
+
+    @classmethod
+    def for_tensors(cls, index: int | None) -> Self:
+        """Return a new device for tensors on the one that torch gives this number, if it numbers them."""
+        return cls()
+
+    def prepare(self, page_bytes: Collection[int]) -> None:
+        """Get ready for copies of pages of these sizes, which may take a second; called once, before the first."""
 
     @abstractmethod
     def create_stream(self, name: str) -> Stream:
@@ -131,6 +149,7 @@ class Device(ABC):
 
         Raises:
             DeviceError: The batch was refused; then none of it runs.
+            PartialCopyError: A part of it may run, and is over with the next event recorded on the stream.
         """
 
     @abstractmethod
@@ -138,7 +157,7 @@ class Device(ABC):
         """Block the calling thread until `event` is over, well or not; return False at the timeout."""
 
     def pin(self, address: int, byte_count: int) -> None:
-        """Register a range of host memory for fast copies.
+        """Register a range of host memory for fast copies; may be called from any thread, as `unpin` may.
 
         Raises:
             DeviceError: It was refused; the range then stays usable, only slower.
@@ -161,20 +180,25 @@ class Device(ABC):
 class SimulatedDevice(Device):
     """A device whose engine work is Python code, so that an engine can be simulated on it."""
 
+    tensor_kind: str | None = "cpu"
+
     @abstractmethod
     def launch(self, stream: Stream, work: Callable[[], None]) -> None:
         """Put `work` into `stream`, as an engine launches a kernel; work that raises has failed."""
 
 
 DEVICES: Registry[Device] = Registry(
-    "device", Device, {"host": "aiokvoffload.devices.host:HostDevice"}, "aiokvoffload.devices"
+    "device",
+    Device,
+    {"host": "aiokvoffload.devices.host:HostDevice", "cuda": "aiokvoffload.devices.cuda:CudaDevice"},
+    "aiokvoffload.devices",
 )
 
-_NAME_OF_TENSORS = {"cpu": "host"}
+_NAME_OF_TENSORS = {"cpu": "host", "cuda": "cuda"}
 
 
-def device_for_tensors(kind: str) -> Device:
-    """Return a new device for tensors on a kind of torch device, such as "cpu".
+def device_for_tensors(kind: str, index: int | None = None) -> Device:
+    """Return a new device for tensors on a kind of torch device, such as "cpu", and its number if it has one.
 
     Raises:
         ConfigurationError: No device is known for them.
@@ -183,4 +207,17 @@ def device_for_tensors(kind: str) -> Device:
     if name is None:
         known = ", ".join(_NAME_OF_TENSORS)
         raise ConfigurationError(f"no device is known for KV caches on {kind!r}; known: {known}; or give device")
-    return DEVICES.resolve(name)()
+    return DEVICES.resolve(name).for_tensors(index)
+
+
+def check_copies(device: Device, tensors: torch.device) -> None:
+    """Refuse a device for KV caches that it cannot copy.
+
+    Raises:
+        ConfigurationError: They lie elsewhere.
+    """
+    if device.tensor_kind not in (None, tensors.type):
+        raise ConfigurationError(
+            f"{type(device).__name__} copies {device.tensor_kind.upper()} memory, but the KV caches lie on {tensors}; "
+            "give device=None to use the one that fits"
+        )

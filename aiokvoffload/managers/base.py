@@ -9,7 +9,7 @@ Cancelling a waiting coroutine takes its place in line, its pins and its reserva
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -19,6 +19,7 @@ from anyio.lowlevel import checkpoint_if_cancelled
 
 from aiokvoffload.clock import Clock, SystemClock, deadline_after
 from aiokvoffload.keys import OffloadKey
+from aiokvoffload.managers.tier_plan import TierUseStatistics
 from aiokvoffload.managers.waits import Take
 from aiokvoffload.specs import (
     Completion,
@@ -101,6 +102,28 @@ class OffloadingManager(ABC):
     @abstractmethod
     def epoch(self) -> int:
         """How often `bump_epoch_nowait` was called."""
+
+    def tier_statistics(self) -> tuple[TierUseStatistics, ...]:
+        """Return the counts of each tier below; none by default."""
+        return ()
+
+    def poll_nowait(self) -> None:
+        """Move on with what goes on in the background, such as reads from tiers; never waits."""
+        return
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `poll_nowait` has something to do, if no doorbell rings before."""
+        return None
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Nothing goes on in the background that closing should wait for."""
+        return True
+
+    def add_doorbell(self, ring: Callable[[], None]) -> Callable[[], None]:
+        """Let `ring` be called, from any thread, when `poll_nowait` has something to do; return what takes it away."""
+        return lambda: None
 
     @abstractmethod
     def lookup_nowait(self, keys: Keys, ctx: ReqContext | None = None) -> list[LookupResult]:
@@ -228,8 +251,16 @@ class OffloadingManager(ABC):
         """
 
     @abstractmethod
-    def complete_store_nowait(self, ticket: PrepareStoreOutput, success: bool = True) -> Completion:
-        """Commit what a ticket reserved, or drop it; also gives a ticket up, waiting or not."""
+    def complete_store_nowait(
+        self, ticket: PrepareStoreOutput, success: bool = True, *, failed_keys: Collection[OffloadKey] = ()
+    ) -> Completion:
+        """Commit what a ticket reserved, or drop it; also gives a ticket up, waiting or not.
+
+        Args:
+            ticket: What was written, or will not be.
+            success: Whether it was written.
+            failed_keys: Blocks of a successful write that are dropped even so.
+        """
 
     @abstractmethod
     def hold(self, slots: Sequence[int]) -> None:
@@ -324,9 +355,11 @@ class OffloadingManager(ABC):
         await checkpoint_if_cancelled()
         return self.prepare_demotion_nowait(keys, ctx, depths=depths, filtered=filtered)
 
-    async def complete_store(self, ticket: PrepareStoreOutput, success: bool = True) -> Completion:
+    async def complete_store(
+        self, ticket: PrepareStoreOutput, success: bool = True, *, failed_keys: Collection[OffloadKey] = ()
+    ) -> Completion:
         """See `complete_store_nowait`; never suspends."""
-        return self.complete_store_nowait(ticket, success)
+        return self.complete_store_nowait(ticket, success, failed_keys=failed_keys)
 
     async def wait_ready(
         self, keys: Keys, ctx: ReqContext | None = None, *, timeout_seconds: float | None = None
@@ -338,7 +371,7 @@ class OffloadingManager(ABC):
         await checkpoint_if_cancelled()
         ticket = self.watch_nowait(keys)
         try:
-            await _wait_for_ticket(ticket, self.clock, deadline_after(self.clock, timeout_seconds))
+            await self._wait_for(ticket, deadline_after(self.clock, timeout_seconds))
         finally:
             self.complete_load_nowait(ticket)
         return self.lookup_nowait(keys, ctx)
@@ -347,7 +380,7 @@ class OffloadingManager(ABC):
         """Wait until `ticket` is settled, at the timeout with what there is; a cancelled wait gives it up."""
         if ticket.is_waiting:
             try:
-                await _wait_for_ticket(ticket, self.clock, deadline_after(self.clock, timeout_seconds))
+                await self._wait_for(ticket, deadline_after(self.clock, timeout_seconds))
             except BaseException:
                 self._give_up(ticket)
                 raise
@@ -420,6 +453,21 @@ class OffloadingManager(ABC):
             raise
         self.complete_store_nowait(ticket)
 
+    async def _wait_for(self, ticket: Ticket, deadline: float | None) -> None:
+        """Wait until a ticket is settled or the deadline has come, and move on with the manager meanwhile."""
+        self.hear()
+        settled = anyio.Event()
+        ticket.on_settled(settled.set)
+        while ticket.is_waiting and not _has_come(deadline, self.clock):
+            due = self.next_deadline
+            with self.clock.cancel_at(deadline if due is None else due if deadline is None else min(due, deadline)):
+                await settled.wait()
+            self.poll_nowait()
+
+    def hear(self) -> None:
+        """Let the running event loop poll when something needs it; for managers that work in the background."""
+        return
+
     def _give_up(self, ticket: Ticket) -> None:
         if isinstance(ticket, PrepareStoreOutput):
             self.complete_store_nowait(ticket, success=False)
@@ -427,9 +475,5 @@ class OffloadingManager(ABC):
             self.complete_load_nowait(ticket)
 
 
-async def _wait_for_ticket(ticket: Ticket, clock: Clock, deadline: float | None) -> None:
-    """Wait until the ticket is settled or the deadline has come."""
-    settled = anyio.Event()
-    ticket.on_settled(settled.set)
-    with clock.cancel_at(deadline):
-        await settled.wait()
+def _has_come(deadline: float | None, clock: Clock) -> bool:
+    return deadline is not None and deadline <= clock.now()

@@ -123,6 +123,11 @@ class BlockTable:
             room -= len(protected) - int(np.count_nonzero(self._users[slot_array(protected)]))
         return room
 
+    def coldest(self, count: int) -> list[tuple[OffloadKey, int]]:
+        """Return up to `count` blocks that would leave first, in that order, each with its slot."""
+        slots = self._policy.coldest(count)
+        return list(zip(self._key_of[slot_array(slots)].tolist(), slots, strict=True))
+
     # Using
 
     def touch(self, keys: Keys, found: Found, access: Access) -> None:
@@ -226,15 +231,19 @@ class BlockTable:
         self._policy.insert(slots, keys, access)
         return slots, evicted
 
-    def commit(self, slots: Sequence[int]) -> None:
-        """Make written slots ready; the ticket that wrote them is still their user."""
-        self._end_write(slots, _READY)
-
-    def drop(self, slots: Sequence[int]) -> None:
-        """Take slots whose write has failed away from their keys; the ticket is still their user."""
-        self._policy.remove(slots)
-        self._index.drop(self._key_of[slot_array(slots)].tolist())
-        self._end_write(slots, _KEYLESS)
+    def end_write(self, write: PrepareStoreOutput, written: Sequence[int], failed: Sequence[int]) -> None:
+        """Make written slots of a ticket ready, and take failed ones away from their keys; it is still their user."""
+        if failed:
+            dropped = slot_array(failed)
+            self._policy.remove(failed)
+            self._index.drop(self._key_of[dropped].tolist())
+            self._states[dropped] = _KEYLESS
+        self._states[slot_array(written)] = _READY
+        self._count_of[_WRITING] -= len(written) + len(failed)
+        self._count_of[_READY] += len(written)
+        self._count_of[_KEYLESS] += len(failed)
+        if write.slots:
+            del self._writes[self._write_number_of.item(write.slots[0])]
 
     def clear(self) -> None:
         """Take every block away; slots without users are free, the others become keyless."""
@@ -264,14 +273,6 @@ class BlockTable:
         if self._first_fresh < self.slot_count:
             slots = slots[slots < self._first_fresh]
         self._reusable.frombytes(slots.tobytes())
-
-    def _end_write(self, slots: Sequence[int], new: int) -> None:
-        """Change the state of slots that were all being written, under one ticket."""
-        self._states[slot_array(slots)] = new
-        self._count_of[_WRITING] -= len(slots)
-        self._count_of[new] += len(slots)
-        if slots:
-            del self._writes[self._write_number_of.item(slots[0])]
 
 
 def _each_once(slots: list[int]) -> list[int]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import get_args
 
 from aiokvoffload.clock import Clock
 from aiokvoffload.errors import ConfigurationError, InvalidRequestError, StateError
@@ -14,11 +13,14 @@ from aiokvoffload.keys import OffloadKey
 from aiokvoffload.kv_caches import KVGroup
 from aiokvoffload.managers.announcer import Announcer
 from aiokvoffload.managers.base import Keys, ManagerStatistics, OffloadingManager, WhenFull
-from aiokvoffload.managers.blocks import BlockTable, Found, SlotState
+from aiokvoffload.managers.blocks import BlockTable, SlotState
+from aiokvoffload.managers.loads import Loads
+from aiokvoffload.managers.offers import Offer, Offers
 from aiokvoffload.managers.placement import SlotPlacement
 from aiokvoffload.managers.prefix import PrefixMatcher
 from aiokvoffload.managers.requests import RequestTable
-from aiokvoffload.managers.waits import LoadRequest, Take, WriteWaits
+from aiokvoffload.managers.tally import SettledTickets, Tally
+from aiokvoffload.managers.waits import LoadRequest, Take
 from aiokvoffload.ownership import Owner
 from aiokvoffload.policies.base import POLICIES, Access, CachePolicy
 from aiokvoffload.specs import (
@@ -34,19 +36,6 @@ from aiokvoffload.specs import (
 
 _TAKES: tuple[str, ...] = get_args(Take)
 _WHEN_FULL: tuple[str, ...] = get_args(WhenFull)
-_Usable = Literal["known", "ready", "none"]
-"""Which blocks a load can have: those stored or being written, only those stored, or none."""
-
-
-@dataclass(slots=True)
-class _Offer:
-    """What a store that stands in line has offered."""
-
-    ticket: PrepareStoreOutput
-    keys: list[OffloadKey]
-    access: Access
-    binding: RequestBinding
-    ctx: ReqContext | None
 
 
 class CPUOffloadingManager(OffloadingManager):
@@ -90,7 +79,6 @@ class CPUOffloadingManager(OffloadingManager):
             raise ConfigurationError(f"blocks_above is {blocks_above}; it must be at least 0")
         if blocks_above:
             policy.widen(blocks_above)
-        self._policy = policy
         self._blocks = BlockTable(block_count, policy)
         self._placement = SlotPlacement(self._blocks, policy)
         self._prefix = PrefixMatcher(groups, block_size_factor)
@@ -99,11 +87,12 @@ class CPUOffloadingManager(OffloadingManager):
         self._owner = Owner("manager")
         self._epoch = 0
         self._generation = 0
-        self._waits = WriteWaits()
-        self._offers: deque[_Offer] = deque()
-        self._settled: list[Ticket] = []
-        self._stored = self._evicted = self._refused = self._failed = self._hits = self._rejected = 0
-        self._taken_along = self._rescued = 0
+        self._tally = Tally()
+        self._settled = SettledTickets()
+        self._loads = Loads(self._blocks, self._prefix, self._settled)
+        self._offers = Offers(
+            self._blocks, policy, self._placement, self._announcer, self._tally, self._settled, self.clock
+        )
 
     @property
     def epoch(self) -> int:
@@ -111,9 +100,33 @@ class CPUOffloadingManager(OffloadingManager):
         return self._epoch
 
     @property
+    def generation(self) -> int:
+        """How often `reset_nowait` was called, by `bump_epoch_nowait` too."""
+        return self._generation
+
+    @property
     def block_tokens(self) -> tuple[int, ...]:
         """Tokens of an offloaded block, per KV group."""
         return self._prefix.block_tokens
+
+    @property
+    def prefix(self) -> PrefixMatcher:
+        """Where prefixes of the KV groups can end."""
+        return self._prefix
+
+    # For managers above
+
+    def is_known(self, key: OffloadKey) -> bool:
+        """Return whether a block is stored or being written."""
+        return self._blocks.is_known(key)
+
+    def stored_slots(self, keys: Keys) -> list[int | None]:
+        """Return the slots of those of `keys` that are stored, None for the others."""
+        return [slot if slot is not None and self._blocks.is_stored(slot) else None for slot in self._blocks.find(keys)]
+
+    def coldest(self, count: int) -> list[tuple[OffloadKey, int]]:
+        """Return up to `count` blocks that would leave first, in that order, each with its slot."""
+        return self._blocks.coldest(count)
 
     # Looking
 
@@ -165,16 +178,15 @@ class CPUOffloadingManager(OffloadingManager):
         binding = self._bind(ctx)
         ticket = PrepareLoadOutput(self, self._epoch, self._generation)
         request = LoadRequest(self._prefix.split(keys, group_sizes), take, resident_tokens)
-        self._pin(ticket, request, "known" if binding.epoch == self._epoch else "none")
-        self._waits.add(ticket, request, self._blocks.writes(ticket.slots))
-        self._hits += len(ticket.keys)
+        self._loads.start(ticket, request, "known" if binding.epoch == self._epoch else "none")
+        self._tally.hits += len(ticket.keys)
         return ticket
 
     def watch_nowait(self, keys: Keys) -> PrepareLoadOutput:
         """Return a ticket that pins nothing and waits while any of `keys` is being written."""
         self._check()
         ticket = PrepareLoadOutput(self, self._epoch, self._generation)
-        self._waits.add(ticket, LoadRequest([keys], "nothing"), self._blocks.writes(self._slots_of(keys)))
+        self._loads.watch(ticket, keys)
         return ticket
 
     def complete_load_nowait(self, ticket: PrepareLoadOutput, *, take_along: bool = False) -> Completion:
@@ -183,12 +195,10 @@ class CPUOffloadingManager(OffloadingManager):
             return rejected
         ticket.is_open = False
         if ticket.is_waiting:
-            self._waits.remove(ticket)
-            ticket.keys = ()
-            self._end_wait(ticket)
+            self._loads.give_up(ticket)
         self._blocks.release(ticket.slots)
         if take_along and ticket.keys:
-            self._taken_along += self._placement.take_along(ticket, self.block_tokens)
+            self._tally.taken_along += self._placement.take_along(ticket, self.block_tokens)
         self._end_step()
         return Completion.STALE if ticket.epoch != self._epoch else Completion.APPLIED
 
@@ -214,17 +224,10 @@ class CPUOffloadingManager(OffloadingManager):
         is_new = self._requests.open_access(binding)
         found = self._blocks.find(keys)
         self._placement.sessions.use(found, ctx)
-        offer = _Offer(ticket, list(keys), self._access(binding, ctx, depths), binding, ctx)
+        offer = Offer(ticket, list(keys), self._access(binding, ctx, depths), binding, ctx)
         if is_new:
             self._blocks.touch(keys, found, offer.access)
-        is_behind_others = bool(self._offers) and None in found
-        if is_behind_others or not self._grant(offer, found, is_leading_enough=when_full == "leading"):
-            # What is stored of the offer is not evicted for it, so all of it must fit at once.
-            if when_full == "wait" and len(offer.keys) <= self._blocks.slot_count:
-                ticket.is_waiting = True
-                self._offers.append(offer)
-            else:
-                self._refuse(offer, found)
+        self._offers.make(offer, found, is_leading_enough=when_full == "leading", may_wait=when_full == "wait")
         self._end_step()
         return ticket
 
@@ -244,38 +247,33 @@ class CPUOffloadingManager(OffloadingManager):
             return self._refuse_all(ticket, keys)
         access = replace(self._access(binding, ctx, depths), tick=self._requests.next_tick())
         found = self._blocks.find(keys)
-        self._rescued += self._placement.rescue(found, access)
-        offer = _Offer(ticket, list(keys), access, binding, ctx)
-        is_behind_others = bool(self._offers) and None in found
-        if is_behind_others or not self._grant(offer, found, is_leading_enough=True):
-            self._refuse(offer, found)
+        self._tally.rescued += self._placement.rescue(found, access)
+        self._offers.make(Offer(ticket, list(keys), access, binding, ctx), found, is_leading_enough=True)
         self._end_step()
         return ticket
 
-    def complete_store_nowait(self, ticket: PrepareStoreOutput, success: bool = True) -> Completion:
+    def complete_store_nowait(
+        self, ticket: PrepareStoreOutput, success: bool = True, *, failed_keys: Collection[OffloadKey] = ()
+    ) -> Completion:
         """Commit what the ticket reserved, or drop just that."""
         if rejected := self._reject(ticket):
             return rejected
         ticket.is_open = False
         if ticket.is_waiting:
-            self._withdraw(ticket)
+            self._offers.withdraw(ticket)
             self._end_step()
             return Completion.APPLIED
         if ticket.generation != self._generation:
             self._blocks.release(ticket.slots)
-            self._rejected += 1
+            self._tally.rejected += 1
             self._end_step()
             return Completion.STALE
-        if success:
-            self._blocks.commit(ticket.slots)
-            self._stored += len(ticket.slots)
-            self._announcer.note(EventKind.STORED, ticket.keys_to_store)
-        else:
-            self._blocks.drop(ticket.slots)
-            self._failed += len(ticket.slots)
-        # The loads that wait for these blocks hold them already: nobody can evict them in between.
-        for load in self._waits.end_write(ticket, success):
-            self._settle_load(load)
+        keys, written, failed = _split_written(ticket, failed_keys if success else ticket.keys_to_store)
+        self._blocks.end_write(ticket, written, failed)
+        self._tally.stored += len(written)
+        self._tally.failed += len(failed)
+        self._announcer.note(EventKind.STORED, keys)
+        self._loads.end_write(ticket, success=not failed)
         self._blocks.release(ticket.slots)
         self._end_step()
         return Completion.APPLIED
@@ -323,9 +321,9 @@ class CPUOffloadingManager(OffloadingManager):
         if not ticket.is_waiting or ticket.holder is not self:
             return
         if isinstance(ticket, PrepareLoadOutput):
-            self._settle_load(ticket)
+            self._loads.settle(ticket)
         elif isinstance(ticket, PrepareStoreOutput):
-            self._withdraw(ticket)
+            self._offers.withdraw(ticket)
         self._end_step()
 
     def hold(self, slots: Sequence[int]) -> None:
@@ -346,8 +344,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._placement.clear()
         self._blocks.clear()
         self._announcer.note(EventKind.CLEARED)
-        for ticket in self._waits.tickets:
-            self._settle_load(ticket)
+        self._loads.settle_all()
         self._end_step()
 
     def bump_epoch_nowait(self) -> None:
@@ -358,7 +355,7 @@ class CPUOffloadingManager(OffloadingManager):
 
     def statistics(self) -> ManagerStatistics:
         """Return the counts of this moment."""
-        count = self._blocks.count
+        count, tally = self._blocks.count, self._tally
         return ManagerStatistics(
             total=self._blocks.slot_count,
             free=count(SlotState.FREE),
@@ -368,15 +365,15 @@ class CPUOffloadingManager(OffloadingManager):
             pinned=self._placement.pinned_count,
             kept=self._placement.kept_count,
             waiting_stores=len(self._offers),
-            waiting_loads=len(self._waits.tickets),
-            stored_blocks=self._stored,
-            evicted_blocks=self._evicted,
-            refused_blocks=self._refused,
-            failed_blocks=self._failed,
-            hit_blocks=self._hits,
-            taken_along_blocks=self._taken_along,
-            rescued_blocks=self._rescued,
-            rejected_completions=self._rejected,
+            waiting_loads=len(self._loads.waiting_tickets),
+            stored_blocks=tally.stored,
+            evicted_blocks=tally.evicted,
+            refused_blocks=tally.refused,
+            failed_blocks=tally.failed,
+            hit_blocks=tally.hits,
+            taken_along_blocks=tally.taken_along,
+            rescued_blocks=tally.rescued,
+            rejected_completions=tally.rejected,
             detached_sinks=self._announcer.detached_count,
         )
 
@@ -386,10 +383,8 @@ class CPUOffloadingManager(OffloadingManager):
             return
         self._check()
         self._owner.is_closed = True
-        while self._offers:
-            self._withdraw(self._offers[0].ticket)
-        for ticket in self._waits.tickets:
-            self._settle_load(ticket, is_missed=True)
+        self._offers.withdraw_all()
+        self._loads.settle_all(is_missed=True)
         self._end_step()
 
     # Steps
@@ -412,146 +407,44 @@ class CPUOffloadingManager(OffloadingManager):
             return Access(binding.tick, now, depths=depths)
         return Access(binding.tick, now, ctx.turn, ctx.priority, depths)
 
-    def _pin(self, ticket: PrepareLoadOutput, request: LoadRequest, usable: _Usable) -> None:
-        """Pin what a load can have."""
-        if request.take == "all":
-            keys = request.parts[0] if len(request.parts) == 1 else [key for part in request.parts for key in part]
-            slots = self._slots_of(keys)
-            is_complete = len(slots) == len(keys) and (
-                usable == "known" or (usable == "ready" and self._blocks.all_ready(slots))
-            )
-            needed = [range(len(part) if is_complete else 0) for part in request.parts]
-            ticket.token_count = min(len(run) * tokens for run, tokens in zip(needed, self.block_tokens, strict=True))
-            ticket.keys, ticket.slots = (keys, slots) if is_complete else ((), [])
-        else:
-            is_usable = {"known": self._blocks.is_known, "ready": self._blocks.is_ready, "none": _is_never_usable}
-            end = self._prefix.boundary(request.parts, is_usable[usable], request.resident_tokens)
-            needed = [self._prefix.needed(group, end, request.resident_tokens) for group in range(len(request.parts))]
-            ticket.token_count = end
-            ticket.keys = [
-                key for part, run in zip(request.parts, needed, strict=True) for key in part[run.start : run.stop]
-            ]
-            ticket.slots = self._slots_of(ticket.keys)
-        ticket.group_sizes = tuple(map(len, needed))
-        ticket.first_indices = tuple(run.start for run in needed)
-        self._blocks.hold(ticket.slots)
-
-    def _slots_of(self, keys: Keys) -> list[int]:
-        """Return the slots of those of `keys` that are stored or being written."""
-        return [slot for slot in self._blocks.find(keys) if slot is not None]
-
-    def _settle_load(self, ticket: PrepareLoadOutput, *, is_missed: bool = False) -> None:
-        """End the wait of a load: keep its pins if all blocks were written, else take what is ready, or nothing."""
-        request = self._waits.remove(ticket)
-        if is_missed or not self._blocks.all_ready(ticket.slots):
-            held = ticket.slots
-            self._pin(ticket, request, "none" if is_missed else "ready")
-            self._blocks.release(held)
-        self._end_wait(ticket)
-
-    def _grant(self, offer: _Offer, found: Found, *, is_leading_enough: bool) -> bool:
-        """Give an offer its slots; False if there are not enough, and then nothing has changed."""
-        ticket = offer.ticket
-        if self._placement.kept_count:
-            self._placement.expire(self.clock.now(), len(offer.keys))
-        missing, protected = self._note_present(offer, found)
-        admitted = self._policy.admit(missing, offer.access)
-        room = self._blocks.room_beside(protected)
-        if len(admitted) > room and not is_leading_enough:
-            return False
-        taken = admitted[:room]
-        reserved = self._blocks.reserve(taken, ticket, _access_to(taken, offer), protected)
-        if reserved is None:
-            return False
-        ticket.slots, evicted = reserved
-        self._evicted += len(evicted)
-        self._announcer.note(EventKind.REMOVED, evicted)
-        ticket.evicted_keys = evicted
-        ticket.refused_keys = admitted[room:]
-        self._refused += len(ticket.refused_keys)
-        if len(admitted) < len(missing):
-            kept = set(admitted)
-            ticket.filtered_keys = [key for key in missing if key not in kept]
-        ticket.keys_to_store = taken
-        self._placement.sessions.start(ticket.slots, offer.ctx)
-        return True
-
-    def _note_present(self, offer: _Offer, found: Found) -> tuple[Keys, list[int]]:
-        """Note which keys of an offer are stored, or being stored; return the others, and the slots of stored ones."""
-        ticket, keys = offer.ticket, offer.keys
-        ticket.resident_keys = ticket.pending_keys = ()
-        if found.count(None) == len(keys):
-            return keys, []
-        results = self._blocks.results(found)
-        ticket.resident_keys = _selected(keys, results, LookupResult.HIT)
-        ticket.pending_keys = _selected(keys, results, LookupResult.PENDING)
-        stored = [slot for slot, result in zip(found, results, strict=True) if result is LookupResult.HIT]
-        return _selected(keys, results, LookupResult.MISS), [slot for slot in stored if slot is not None]
-
     def _refuse_all(self, ticket: PrepareStoreOutput, keys: Keys) -> PrepareStoreOutput:
         ticket.refused_keys = keys
-        self._refused += len(keys)
+        self._tally.refused += len(keys)
         return ticket
-
-    def _refuse(self, offer: _Offer, found: Found) -> None:
-        missing, _ = self._note_present(offer, found)
-        offer.ticket.refused_keys = missing
-        self._refused += len(missing)
-
-    def _withdraw(self, ticket: PrepareStoreOutput) -> None:
-        """Take an offer out of the line."""
-        offer = next(offer for offer in self._offers if offer.ticket is ticket)
-        self._offers.remove(offer)
-        self._refuse(offer, self._blocks.find(offer.keys))
-        self._end_wait(ticket)
-
-    def _serve_offers(self) -> None:
-        """Give room to the offers in line, first come first served; a large one is not overtaken."""
-        while self._offers:
-            offer = self._offers[0]
-            ticket = offer.ticket
-            found = self._blocks.find(offer.keys)
-            if offer.binding.epoch != self._epoch:
-                self._refuse(offer, found)
-            elif not self._grant(offer, found, is_leading_enough=False):
-                return
-            self._offers.popleft()
-            ticket.epoch, ticket.generation = self._epoch, self._generation
-            self._end_wait(ticket)
-
-    def _end_wait(self, ticket: Ticket) -> None:
-        ticket.is_waiting = False
-        self._settled.append(ticket)
 
     def _end_step(self) -> None:
         """Serve whom the step made room for, then tell: first the sink, then those who waited."""
         if self._offers:
-            self._serve_offers()
+            self._offers.serve(self._epoch, self._generation)
         self._announcer.send()
-        while self._settled:
-            settled, self._settled = self._settled, []
-            for ticket in settled:
-                ticket.settle()
+        self._settled.tell()
 
     def _reject(self, ticket: Ticket) -> Completion | None:
         """Return why a ticket cannot be completed, or None if it can."""
         self._owner.check_thread()
         self._check_sink()
         if ticket.holder is not self:
-            self._rejected += 1
+            self._tally.rejected += 1
             return Completion.FOREIGN
         if not ticket.is_open:
-            self._rejected += 1
+            self._tally.rejected += 1
             return Completion.REPEATED
         return None
 
 
-def _selected(keys: Keys, results: Sequence[LookupResult], wanted: LookupResult) -> list[OffloadKey]:
-    return [key for key, result in zip(keys, results, strict=True) if result is wanted]
-
-
-def _is_never_usable(_key: OffloadKey) -> bool:
-    return False
+def _split_written(
+    ticket: PrepareStoreOutput, failed_keys: Collection[OffloadKey]
+) -> tuple[Keys, list[int], list[int]]:
+    """Return the written blocks of a ticket, their slots, and those of failed ones."""
+    if not failed_keys:
+        return ticket.keys_to_store, ticket.slots, []
+    failed = set(failed_keys)
+    blocks = list(zip(ticket.keys_to_store, ticket.slots, strict=True))
+    return (
+        [key for key in ticket.keys_to_store if key not in failed],
+        [slot for key, slot in blocks if key not in failed],
+        [slot for key, slot in blocks if key in failed],
+    )
 
 
 def _without_repeats(keys: Keys, depths: Sequence[int] | None) -> tuple[Keys, Sequence[int] | None]:
@@ -575,11 +468,3 @@ def _lowest(depths: Sequence[int]) -> int:
     if isinstance(depths, range):
         depths = (*depths[:1], *depths[-1:])
     return min(depths, default=0)
-
-
-def _access_to(keys: Keys, offer: _Offer) -> Access:
-    """Return the access to some keys of an offer."""
-    if len(keys) == len(offer.keys) or offer.access.depths is None:
-        return offer.access
-    chosen = set(keys)
-    return offer.access.select([position for position, key in enumerate(offer.keys) if key in chosen])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from aiokvoffload.errors import ConfigurationError, InvalidRequestError
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.managers.base import Keys, ManagerStatistics, OffloadingManager, WhenFull
 from aiokvoffload.managers.requests import RequestTable
+from aiokvoffload.managers.tier_plan import TierUseStatistics
 from aiokvoffload.managers.waits import Take
 from aiokvoffload.specs import (
     Completion,
@@ -65,6 +66,32 @@ class FilterReusedOffloadingManager(OffloadingManager):
     def epoch(self) -> int:
         """The backing manager's epoch."""
         return self._backing.epoch
+
+    def tier_statistics(self) -> tuple[TierUseStatistics, ...]:
+        """The backing manager's."""
+        return self._backing.tier_statistics()
+
+    def poll_nowait(self) -> None:
+        """Let the backing manager move on."""
+        self._backing.poll_nowait()
+
+    @property
+    def next_deadline(self) -> float | None:
+        """The backing manager's."""
+        return self._backing.next_deadline
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether the backing manager is."""
+        return self._backing.is_at_rest
+
+    def add_doorbell(self, ring: Callable[[], None]) -> Callable[[], None]:
+        """Let the backing manager ring."""
+        return self._backing.add_doorbell(ring)
+
+    def hear(self) -> None:
+        """Let the running event loop poll the backing manager."""
+        self._backing.hear()
 
     @property
     def tracked_count(self) -> int:
@@ -160,9 +187,11 @@ class FilterReusedOffloadingManager(OffloadingManager):
         """Unpin in the backing manager."""
         return self._backing.complete_load_nowait(ticket, take_along=take_along)
 
-    def complete_store_nowait(self, ticket: PrepareStoreOutput, success: bool = True) -> Completion:
+    def complete_store_nowait(
+        self, ticket: PrepareStoreOutput, success: bool = True, *, failed_keys: Collection[OffloadKey] = ()
+    ) -> Completion:
         """Commit or drop in the backing manager."""
-        return self._backing.complete_store_nowait(ticket, success)
+        return self._backing.complete_store_nowait(ticket, success, failed_keys=failed_keys)
 
     def hold(self, slots: Sequence[int]) -> None:
         """Hold slots of the backing manager."""

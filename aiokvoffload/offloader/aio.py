@@ -14,6 +14,7 @@ from aiokvoffload.offloader.handles import TransferHandle
 from aiokvoffload.offloader.machine import OffloaderMachine
 from aiokvoffload.offloader.parts import Parts
 from aiokvoffload.offloader.subscriptions import DEFAULT_EVENT_BUFFER, EventStream
+from aiokvoffload.offloader.tickets import LoadTicket
 from aiokvoffload.specs import LookupResult, ReqContext, StoreOutcome, TransferResult
 from aiokvoffload.transfers.base import ALREADY_DONE, After
 from aiokvoffload.transfers.poller import Poller, PollStep
@@ -34,7 +35,11 @@ class Offloader(OffloaderMachine):
         super().__init__(parts)
         self._is_closing = False
         self._poller = Poller(
-            self._step_for_poller, lambda: self.drain(self.deadlines.landing_seconds), parts.worker, parts.clock
+            self._step_for_poller,
+            lambda: self.drain(self.deadlines.landing_seconds),
+            parts.worker,
+            parts.clock,
+            add_doorbell=self.manager.add_doorbell,
         )
         self._poller.start()
 
@@ -175,7 +180,12 @@ class Offloader(OffloaderMachine):
                 await self._poller.stop()
             finally:
                 stuck = self.gpu_blocks_in_flight()
-                self.close_parts()
+                self.guarded(self.manager.close_nowait)
+                try:
+                    for tier in self._parts.tiers:
+                        await tier.aclose(drain_seconds=seconds)
+                finally:
+                    self.close_parts()
         if stuck:
             raise BlocksInFlightError(stuck, seconds)
 
@@ -191,16 +201,27 @@ class Offloader(OffloaderMachine):
         if self._poller.is_elsewhere:
             raise WrongThreadError("this offloader belongs to another event loop; open one in each")
 
+    def prepare_load(
+        self, keys: Sequence[OffloadKey], ctx: ReqContext | None = None, *, resident_tokens: int = 0
+    ) -> LoadTicket:
+        """See `OffloaderMachine.prepare_load`."""
+        ticket = super().prepare_load(keys, ctx, resident_tokens=resident_tokens)
+        if ticket.result is LookupResult.PENDING:
+            self._poller.wake()  # a tier that is asked has a deadline
+        return ticket
+
     def _launch(self, *args: Any, **kwargs: Any) -> None:
         super()._launch(*args, **kwargs)
         self._poller.wake()
 
     def _is_at_rest(self) -> bool:
-        return not self._worker.sent_count and not self._worker.queued_count
+        return not self._worker.sent_count and not self._worker.queued_count and self.manager.is_at_rest
 
     def _step_for_poller(self) -> PollStep:
         step = self.step()
         self._ended.clear()
+        if self._is_closing:
+            self._end_watchers.notify()
         return step
 
     async def _finish(self, handle: TransferHandle) -> TransferResult:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,11 +13,12 @@ from aiokvoffload.cluster.scheduler import ClusterWorker, OnLostRank, check_on_l
 from aiokvoffload.errors import ConfigurationError, OffloadError, StateError
 from aiokvoffload.keys import CacheIdentity
 from aiokvoffload.kv_caches import CacheShape
+from aiokvoffload.managers.reuse import with_reuse_filter
 from aiokvoffload.memory.base import Report
 from aiokvoffload.memory.region_shape import RegionShape
 from aiokvoffload.memory.shared import SharedOffloadRegion
 from aiokvoffload.offloader.deadlines import Deadlines
-from aiokvoffload.offloader.parts import Parts, build_manager, identity_of
+from aiokvoffload.offloader.parts import Parts, SlotViews, TierChoice, build_cpu_manager, identity_of, with_tiers
 from aiokvoffload.offloader.subscriptions import EventHub
 from aiokvoffload.policies.base import CachePolicy
 from aiokvoffload.specs import Placement, check_placement
@@ -34,6 +37,8 @@ class ClusterOptions:
         policy: Who leaves first.
         placement: Where blocks live.
         store_threshold: Uses before a block is stored.
+        tiers: Below CPU memory.
+        recompute_tokens_per_second: How fast the engine computes what is not loaded.
         is_replicated: All ranks hold the same bytes.
         on_lost_rank: What a lost rank means.
         deadlines: How long anything may take.
@@ -49,6 +54,8 @@ class ClusterOptions:
     policy: str | type[CachePolicy] | CachePolicy
     placement: Placement
     store_threshold: int
+    tiers: Sequence[TierChoice]
+    recompute_tokens_per_second: float | None
     is_replicated: bool
     on_lost_rank: OnLostRank
     deadlines: Deadlines
@@ -142,20 +149,30 @@ class ClusterOpening:
             prepare_seconds=options.deadlines.prepare_seconds,
             clock=options.clock,
         )
-        try:
+        with ExitStack() as unfinished:
+            unfinished.callback(memory.close)
+            identity = self._identity(lobby)
             hub = EventHub()
-            manager = build_manager(
+            cpu_manager = build_cpu_manager(
                 cache,
                 slot_count,
                 policy=options.policy,
                 placement=options.placement,
-                store_threshold=options.store_threshold,
                 hub=hub,
                 clock=options.clock,
             )
-        except BaseException:
-            memory.close()
-            raise
+            manager, tiers = with_tiers(
+                cpu_manager,
+                options.tiers,
+                SlotViews(memory, _block_bytes(cache, memory)),
+                identity=identity,
+                recompute_tokens_per_second=options.recompute_tokens_per_second,
+                clock=options.clock,
+            )
+            for tier in tiers:
+                unfinished.callback(tier.close)
+            manager = with_reuse_filter(manager, options.store_threshold)
+            unfinished.pop_all()
         lobby.welcome(
             slot_count,
             is_replicated=options.is_replicated,
@@ -176,11 +193,12 @@ class ClusterOpening:
                 on_lost_rank=options.on_lost_rank,
                 close_channel=lobby.close,
             ),
-            identity=self._identity(lobby),
+            identity=identity,
             clock=options.clock,
             deadlines=options.deadlines,
             hub=hub,
             placement=options.placement,
+            tiers=tiers,
         )
 
     def _identity(self, lobby: Lobby) -> CacheIdentity:
@@ -193,3 +211,10 @@ class ClusterOpening:
             layout=given.layout or lobby.words["layout"],
             parallel_shape=given.parallel_shape or ((("rank", self._options.world_size),) if is_split else ()),
         )
+
+
+def _block_bytes(cache: CacheShape, memory: SharedOffloadRegion) -> tuple[int, ...]:
+    """Return how much of a row tiers keep for a block of each KV group; all ranks have a part in it."""
+    if memory.shape.slice_count == 1:
+        return cache.group_slot_bytes
+    return (memory.slot_bytes,) * len(cache.groups)

@@ -333,7 +333,15 @@ class OffloaderMachine:
     def step(self) -> PollStep:
         """Poll once and say when to poll next; never raises."""
         self.guarded(self._worker.poll)
-        return PollStep(bool(self._ended), self._worker.seconds_to_landing(), self._worker.seconds_to_deadline())
+        self.guarded(self.manager.poll_nowait)
+        return PollStep(bool(self._ended), self._worker.seconds_to_landing(), self._seconds_to_deadline())
+
+    def _seconds_to_deadline(self) -> float | None:
+        seconds, due = self._worker.seconds_to_deadline(), self.manager.next_deadline
+        if due is None:
+            return seconds
+        to_manager = due - self.clock.now()
+        return to_manager if seconds is None else min(seconds, to_manager)
 
     def take_jobs(self) -> bytes:
         """Return all transfers and fences since the last call, for the ranks of an engine of several processes.
@@ -433,6 +441,7 @@ class OffloaderMachine:
             joined_blocks=worker.joined_block_count,
             memory_is_pinned=self.memory.is_pinned,
             fault=self._fault,
+            tiers=self.manager.tier_statistics(),
         )
 
     def close_parts(self) -> None:
@@ -444,6 +453,8 @@ class OffloaderMachine:
             return
         self._owner.is_closed = True
         self.guarded(self.manager.close_nowait)
+        for tier in self._parts.tiers:
+            self.guarded(partial(tier.close, drain_seconds=0.0))
         self._parts.hub.close()
         self._parts.close(has_copies_under_way=bool(self._worker.sent_count))
 

@@ -18,7 +18,7 @@ from aiokvoffload.memory.base import Report, ignore_progress
 from aiokvoffload.memory.threads import Preparable, prepare_in_thread
 from aiokvoffload.offloader.aio import Offloader
 from aiokvoffload.offloader.deadlines import Deadlines
-from aiokvoffload.offloader.parts import Parts, build_parts
+from aiokvoffload.offloader.parts import Parts, TierChoice, build_parts
 from aiokvoffload.offloader.sync import SyncOffloader
 from aiokvoffload.policies.base import CachePolicy
 from aiokvoffload.specs import Placement
@@ -148,6 +148,8 @@ def open_offloader(
     policy: str | type[CachePolicy] | CachePolicy = "lru",
     placement: Placement = "inclusive",
     store_threshold: int = 0,
+    tiers: Sequence[TierChoice] = (),
+    recompute_tokens_per_second: float | None = None,
     device: Device | str | None = None,
     compute_stream: object | None = None,
     streams_per_direction: int = STREAMS_PER_DIRECTION,
@@ -178,9 +180,12 @@ def open_offloader(
         placement: `"inclusive"`: CPU memory keeps what it has loaded. `"exclusive"`: a block is in one level; it is
             stored when the GPU gives it up (`demote_soon`), and a load takes it along. Needs a block_size_factor of 1.
         store_threshold: From 2 on, a block is stored only once that many requests have used it.
+        tiers: Below CPU memory, the fastest first: URLs such as `file:///var/cache/kv?capacity=200GiB`, or open tiers,
+            which are not closed; each alone or with a `TierPlan`.
+        recompute_tokens_per_second: How fast the engine computes what is not loaded; a tier that is slower is not read.
         device: Name or instance; by default the one that the tensors are on. A given instance is not closed.
         compute_stream: The engine's: transfers wait for what is on it when they are asked for, and `fence` holds it
-            back. Without one the engine's work counts as done when it calls, as it is on a CPU.
+            back. Required on a GPU; on a CPU, without one the engine's work counts as done when it calls.
         streams_per_direction: Streams that copies of one direction are spread over.
         in_flight_bytes: How much may be with the device at a time; what is over that waits in the queue.
         numa_node: Where CPU memory is taken from first; see `numa_node_of_pci_device`.
@@ -218,6 +223,8 @@ def open_offloader(
                 policy=policy,
                 placement=placement,
                 store_threshold=store_threshold,
+                tiers=tiers,
+                recompute_tokens_per_second=recompute_tokens_per_second,
                 device=device,
                 compute_stream=compute_stream,
                 streams_per_direction=streams_per_direction,
@@ -251,6 +258,8 @@ def open_offloader(
             store_threshold=store_threshold,
             is_replicated=replicated,
             on_lost_rank=on_lost_rank,
+            tiers=tiers,
+            recompute_tokens_per_second=recompute_tokens_per_second,
             deadlines=deadlines or Deadlines(),
             clock=clock or SystemClock(),
             directory=directory,

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from aiokvoffload.clock import Clock
-from aiokvoffload.devices.base import DEVICES, Device, device_for_tensors
+from aiokvoffload.devices.base import Device
 from aiokvoffload.errors import ConfigurationError
 from aiokvoffload.keys import CacheIdentity
 from aiokvoffload.kv_caches import CacheShape, CanonicalKVCaches
 from aiokvoffload.managers.base import OffloadingManager
 from aiokvoffload.managers.cpu import CPUOffloadingManager
 from aiokvoffload.managers.reuse import with_reuse_filter
+from aiokvoffload.managers.tier_plan import TierPlan
+from aiokvoffload.managers.tiered import TieredOffloadingManager
 from aiokvoffload.memory.base import HostMemory
 from aiokvoffload.memory.pinned import PinnedMemory
 from aiokvoffload.memory.preparation import PreparationOptions
@@ -20,10 +23,15 @@ from aiokvoffload.offloader.deadlines import Deadlines
 from aiokvoffload.offloader.subscriptions import EventHub
 from aiokvoffload.policies.base import CachePolicy
 from aiokvoffload.specs import Placement, check_placement
-from aiokvoffload.transfers.assembly import build_worker
+from aiokvoffload.tiers.base import Tier
+from aiokvoffload.tiers.opening import open_tier
+from aiokvoffload.transfers.assembly import build_worker, open_device
 from aiokvoffload.transfers.base import TransferWorker
 from aiokvoffload.transfers.pointers import SlotLayout
 from aiokvoffload.transfers.worker import IN_FLIGHT_BYTES, STREAMS_PER_DIRECTION
+
+TierChoice = str | Tier | tuple[str | Tier, TierPlan]
+"""The URL of a tier, or an open one, which stays the caller's; and how it is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +49,7 @@ class Parts:
         own_device: Closed with the rest.
         hub: Where the manager's events go.
         placement: Where blocks live.
+        tiers: Those that are closed with the rest.
     """
 
     cache: CacheShape
@@ -53,9 +62,12 @@ class Parts:
     own_device: Device | None = None
     hub: EventHub = field(default_factory=EventHub)
     placement: Placement = "inclusive"
+    tiers: tuple[Tier, ...] = ()
 
     def close(self, *, has_copies_under_way: bool = False) -> None:
         """Give everything back; memory that copies still touch stays mapped until they let go of it."""
+        for tier in self.tiers:
+            tier.close()
         self.worker.close()
         if not has_copies_under_way:
             self.memory.close()
@@ -76,6 +88,33 @@ class LocalParts(Parts):
     device: Device
 
 
+class SlotViews:
+    """The bytes of slots, as tiers read and write them.
+
+    Args:
+        memory: Where the slots are.
+        group_slot_bytes: How much of a slot each KV group fills.
+    """
+
+    def __init__(self, memory: HostMemory, group_slot_bytes: Sequence[int]) -> None:
+        self._memory = memory
+        self._group_slot_bytes = group_slot_bytes
+
+    @property
+    def block_bytes(self) -> set[int]:
+        """The sizes that blocks have."""
+        return set(self._group_slot_bytes)
+
+    def group_bytes(self, group: int) -> int:
+        """Return the size of a block of a KV group."""
+        return self._group_slot_bytes[group]
+
+    def view(self, slot: int, group: int) -> memoryview:
+        """Return the bytes of a slot that a block of a KV group fills."""
+        start = slot * self._memory.slot_stride_bytes
+        return self._memory.buffer[start : start + self._group_slot_bytes[group]].data
+
+
 def build_parts(
     kv_caches: CanonicalKVCaches,
     *,
@@ -92,6 +131,8 @@ def build_parts(
     in_flight_bytes: int = IN_FLIGHT_BYTES,
     numa_node: int | None = None,
     placement: Placement = "inclusive",
+    tiers: Sequence[TierChoice] = (),
+    recompute_tokens_per_second: float | None = None,
 ) -> LocalParts:
     """Build what an offloader is made of, its memory not yet prepared; arguments as in `open_offloader`."""
     check_placement(placement, block_size_factor)
@@ -106,23 +147,11 @@ def build_parts(
         raise ConfigurationError(
             f"cpu_bytes is {cpu_bytes}, but one block of {block_size_factor} GPU blocks needs {layout.slot_bytes}"
         )
+    identity = identity_of(identity, layout.shape)
     hub = EventHub()
-    manager = build_manager(
-        layout.shape,
-        block_count,
-        policy=policy,
-        placement=placement,
-        store_threshold=store_threshold,
-        hub=hub,
-        clock=clock,
-    )
+    cpu_manager = build_cpu_manager(layout.shape, block_count, policy=policy, placement=placement, hub=hub, clock=clock)
     with ExitStack() as stack:
-        if isinstance(device, Device):
-            used_device = device
-        else:
-            used_device = device_for_tensors(kv_caches.device.type) if device is None else DEVICES.resolve(device)()
-            stack.callback(used_device.close)
-        stream = None if compute_stream is None else used_device.adopt_stream(compute_stream)
+        used_device, stream = open_device(kv_caches, device, compute_stream, stack)
         options = PreparationOptions(numa_node=numa_node)
         memory = PinnedMemory(block_count, layout.slot_bytes, used_device, options=options)
         stack.callback(memory.close)
@@ -136,6 +165,17 @@ def build_parts(
             streams_per_direction=streams_per_direction,
             in_flight_bytes=in_flight_bytes,
         )
+        manager, own_tiers = with_tiers(
+            cpu_manager,
+            tiers,
+            SlotViews(memory, layout.group_slot_bytes),
+            identity=identity,
+            recompute_tokens_per_second=recompute_tokens_per_second,
+            clock=clock,
+        )
+        for tier in own_tiers:
+            stack.callback(tier.close)
+        manager = with_reuse_filter(manager, store_threshold)
         stack.pop_all()
     return LocalParts(
         cache=layout.shape,
@@ -145,26 +185,26 @@ def build_parts(
         own_device=None if used_device is device else used_device,
         manager=manager,
         worker=worker,
-        identity=identity_of(identity, layout.shape),
+        identity=identity,
         clock=clock,
         deadlines=deadlines,
         hub=hub,
         placement=placement,
+        tiers=own_tiers,
     )
 
 
-def build_manager(
+def build_cpu_manager(
     cache: CacheShape,
     block_count: int,
     *,
     policy: str | type[CachePolicy] | CachePolicy,
     placement: Placement,
-    store_threshold: int,
     hub: EventHub,
     clock: Clock,
-) -> OffloadingManager:
+) -> CPUOffloadingManager:
     """Return what decides over `block_count` slots; arguments as in `open_offloader`."""
-    manager = CPUOffloadingManager(
+    return CPUOffloadingManager(
         block_count,
         policy=policy,
         groups=cache.groups,
@@ -173,9 +213,54 @@ def build_manager(
         event_sink=hub,
         clock=clock,
     )
-    return with_reuse_filter(manager, store_threshold)
+
+
+def with_tiers(
+    manager: CPUOffloadingManager,
+    tiers: Sequence[TierChoice],
+    slots: SlotViews,
+    *,
+    identity: CacheIdentity,
+    recompute_tokens_per_second: float | None,
+    clock: Clock,
+) -> tuple[OffloadingManager, tuple[Tier, ...]]:
+    """Return a manager that also uses tiers, and those of them that are to be closed; arguments as in `open_offloader`.
+
+    Raises:
+        ConfigurationError: A tier cannot be opened; then none stays open.
+    """
+    if not tiers:
+        return manager, ()
+    own_tiers: list[Tier] = []
+    planned: list[tuple[Tier, TierPlan]] = []
+    with ExitStack() as stack:
+        for choice in tiers:
+            tier, plan = _open_tier(choice, identity, slots.block_bytes, clock)
+            if tier is not _given_tier(choice):
+                own_tiers.append(tier)
+                stack.callback(tier.close)
+            planned.append((tier, plan))
+        tiered = TieredOffloadingManager(
+            manager, planned, slots, recompute_tokens_per_second=recompute_tokens_per_second
+        )
+        stack.pop_all()
+    return tiered, tuple(own_tiers)
 
 
 def identity_of(given: CacheIdentity, cache: CacheShape) -> CacheIdentity:
     """Return an identity with what follows from the caches filled in."""
     return replace(given, page_bytes=cache.group_page_bytes, block_tokens=cache.offloaded_block_tokens)
+
+
+def _given_tier(choice: TierChoice) -> str | Tier:
+    return choice[0] if isinstance(choice, tuple) else choice
+
+
+def _open_tier(
+    choice: TierChoice, identity: CacheIdentity, block_bytes: set[int], clock: Clock
+) -> tuple[Tier, TierPlan]:
+    plan = choice[1] if isinstance(choice, tuple) else TierPlan()
+    given = _given_tier(choice)
+    if isinstance(given, str):
+        given = open_tier(given, identity=identity, block_bytes=block_bytes, clock=clock)
+    return given, plan

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aiokvoffload.managers.base import ManagerStatistics
+from aiokvoffload.managers.tier_plan import TierUseStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class OffloaderStatistics:
         memory_is_pinned: Whether the device copies CPU memory at full speed.
         joined_blocks: GPU blocks whose load joined a copy under way.
         fault: Why everything is now a miss and a refusal; None while all is well.
+        tiers: Each tier below CPU memory.
     """
 
     manager: ManagerStatistics
@@ -36,3 +38,4 @@ class OffloaderStatistics:
     joined_blocks: int
     memory_is_pinned: bool
     fault: str | None
+    tiers: tuple[TierUseStatistics, ...] = ()

@@ -119,7 +119,9 @@ class SyncOffloader(OffloaderMachine):
             return
         self._owner.check_thread()
         seconds = self.deadlines.drain_seconds if drain_seconds is None else drain_seconds
+        deadline = self.clock.now() + seconds
         self.drain(seconds)
+        self.block_until(lambda: self.manager.is_at_rest, max(0.0, deadline - self.clock.now()))
         stuck = self.gpu_blocks_in_flight()
         self.close_parts()
         if stuck:

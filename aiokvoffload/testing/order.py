@@ -11,7 +11,7 @@ the same with fewer numbers kept.)
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -131,6 +131,10 @@ class OrderChecker(SimulatedDevice):
         read_cells, written_cells = self._regions.cells_of_rows(reads), self._regions.cells_of_rows(writes)
         time = self._host.tick(label)
         self._note(self._host, self._host.clock, time, read_cells, written_cells)
+
+    def prepare(self, page_bytes: Collection[int]) -> None:
+        """Prepare the wrapped device."""
+        self.wrapped.prepare(page_bytes)
 
     def create_stream(self, name: str) -> Stream:
         """Return a new stream of the wrapped device."""

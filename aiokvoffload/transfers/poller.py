@@ -12,13 +12,12 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import anyio
 
 from aiokvoffload.clock import Clock, deadline_after
-from aiokvoffload.loops import caller_from_threads, is_trio, running_loop
+from aiokvoffload.event_loops import is_trio, running_loop, soon_in_running_loop
 
 _logger = logging.getLogger(__name__)
 
@@ -82,15 +81,23 @@ class Poller:
         drain: Blocks until the copies under way are over or a bound is reached; must not raise.
         doorbell: Wakes the poller, if it rings at all.
         clock: What the poller sleeps by.
+        add_doorbell: Another doorbell that wakes it, not by the landing of copies.
     """
 
     def __init__(
-        self, step: Callable[[], PollStep], drain: Callable[[], None], doorbell: Doorbell, clock: Clock
+        self,
+        step: Callable[[], PollStep],
+        drain: Callable[[], None],
+        doorbell: Doorbell,
+        clock: Clock,
+        *,
+        add_doorbell: Callable[[Callable[[], None]], Callable[[], None]] = lambda _ring: lambda: None,
     ) -> None:
         self._step = step
         self._drain = drain
         self._doorbell = doorbell
         self._clock = clock
+        self._add_doorbell = add_doorbell
         self._is_stopping = False
         self._ring: Callable[[], None] = self.wake
         self._task: asyncio.Task[None] | None = None
@@ -101,14 +108,15 @@ class Poller:
         self._wake_up = anyio.Event()
         self._finished = anyio.Event()
         self._loop = running_loop()
-        # A closed loop has cancelled the poller, which has drained: a ring that comes later has nobody to wake.
-        self._ring = partial(caller_from_threads(), self.wake)
+        # A closed asyncio loop has cancelled the poller, which has drained.
+        self._ring = soon_in_running_loop(self.wake)
         if is_trio():
             import trio
 
             trio.lowlevel.spawn_system_task(self._run, name="aiokvoffload poller")
         else:
-            self._task = asyncio.get_running_loop().create_task(self._run(), name="aiokvoffload poller")
+            loop = asyncio.get_running_loop()
+            self._task = loop.create_task(self._run(), name="aiokvoffload poller")
             self._task.add_done_callback(self._end)
 
     @property
@@ -134,6 +142,7 @@ class Poller:
 
     async def _run(self) -> None:
         silence = self._doorbell.add_doorbell(self._ring)
+        silence_other = self._add_doorbell(self._ring)
         try:
             await self._poll_until_stopped(has_doorbell=silence is not None)
         except Exception:
@@ -142,6 +151,7 @@ class Poller:
         finally:
             if silence is not None:
                 silence()
+            silence_other()
             self._end()
 
     def _end(self, _task: object = None) -> None:

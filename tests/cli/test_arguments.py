@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from aiokvoffload.cli.arguments import exit_with_mistake, parse_arguments
-from aiokvoffload.cli.options import ReplayOptions, parse_byte_size
+from aiokvoffload.cli.options import ReplayOptions
 from aiokvoffload.errors import ConfigurationError
+from aiokvoffload.units import parse_byte_size
 
 
 def parsed(command_line: str) -> ReplayOptions:

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from aiokvoffload import (
     Deadlines,
     LookupResult,
     Offloader,
+    OffloadKey,
     PrepareStoreOutput,
     StateError,
     StoreOutcome,
@@ -503,10 +504,12 @@ class FaultyManager(CPUOffloadingManager):
 
     broken = "complete_store_nowait"
 
-    def complete_store_nowait(self, ticket: PrepareStoreOutput, success: bool = True) -> Completion:
+    def complete_store_nowait(
+        self, ticket: PrepareStoreOutput, success: bool = True, *, failed_keys: Collection[OffloadKey] = ()
+    ) -> Completion:
         if self.broken == "complete_store_nowait":
             raise RuntimeError("complete_store_nowait is broken")
-        return super().complete_store_nowait(ticket, success)
+        return super().complete_store_nowait(ticket, success, failed_keys=failed_keys)
 
     def release(self, slots: Sequence[int]) -> None:
         if self.broken == "release":

@@ -1,4 +1,4 @@
-"""The running event loop, asyncio's or trio's, and how threads reach it."""
+"""Which event loop runs the caller, and how to call into one from any thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _logger = logging.getLogger(__name__)
 
 
 def is_trio() -> bool:
-    """Return whether a trio task is running."""
+    """Return whether the caller is a trio task."""
     if "trio" not in sys.modules:
         return False
     import trio
@@ -31,19 +31,19 @@ def running_loop() -> object | None:
         return None
 
 
-def caller_from_threads() -> Callable[[Callable[[], object]], None]:
-    """Return what lets any thread have something called in the running event loop, soon; once that has ended, never."""
+def soon_in_running_loop(callback: Callable[[], object]) -> Callable[[], None]:
+    """Return what makes the running event loop call `callback` soon, from any thread; nothing once it has ended."""
     if is_trio():
         import trio
 
         token = trio.lowlevel.current_trio_token()
-        return lambda call: _ignoring(trio.RunFinishedError, lambda: token.run_sync_soon(call))
+        return lambda: _ignoring(trio.RunFinishedError, lambda: token.run_sync_soon(callback))
     loop = asyncio.get_running_loop()
-    return lambda call: _ignoring(RuntimeError, lambda: loop.call_soon_threadsafe(call))
+    return lambda: _ignoring(RuntimeError, lambda: loop.call_soon_threadsafe(callback))
 
 
 def _ignoring(error: type[Exception], call: Callable[[], object]) -> None:
     try:
         call()
     except error:
-        _logger.debug("a thread called after the event loop had ended")
+        _logger.debug("a doorbell rang after its event loop had ended")

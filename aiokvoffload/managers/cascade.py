@@ -1,0 +1,221 @@
+"""Writes blocks of CPU memory down to tiers, in the background and within bounds."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from aiokvoffload.keys import OffloadKey, offload_group_index
+from aiokvoffload.managers.cpu import CPUOffloadingManager
+from aiokvoffload.managers.promotions import SlotBytes
+from aiokvoffload.managers.tier_plan import PlannedTier
+from aiokvoffload.policies.slots import slot_array
+from aiokvoffload.specs import Lease, PrepareStoreOutput
+from aiokvoffload.tiers.calls import TierCall
+
+_BATCH_BLOCKS = 16
+_REMEMBERED_USES = 64_000
+_LOOKS_PER_COLD_END = 8
+_MAX_SHARE_IN_WRITING = 0.25
+"""A slot that is being written down cannot be evicted; more of them would starve stores."""
+"""How often the cold end is looked at while as many slots as it has are taken."""
+
+
+@dataclass(slots=True)
+class _Write:
+    """Blocks of one request that wait to be written."""
+
+    keys: list[OffloadKey]
+    depths: list[int]
+    request_id: str | None
+
+
+class Cascade:
+    """What one tier is written.
+
+    Args:
+        planned: The tier.
+        backing: Where the blocks are.
+        slot_bytes: Where its slots are.
+        tier_key: What a block is called in the tiers.
+        now: The time.
+    """
+
+    def __init__(
+        self,
+        planned: PlannedTier,
+        backing: CPUOffloadingManager,
+        slot_bytes: SlotBytes,
+        tier_key: Callable[[OffloadKey], OffloadKey],
+        now: Callable[[], float],
+    ) -> None:
+        self._planned = planned
+        self._backing = backing
+        self._slot_bytes = slot_bytes
+        self._tier_key = tier_key
+        self._now = now
+        self._queue: deque[_Write] = deque()
+        self._uses: OrderedDict[OffloadKey, int] = OrderedDict()
+        slot_count = backing.statistics().total
+        self._is_filled = np.zeros(slot_count, dtype=np.bool_)
+        self._is_written = np.zeros(slot_count, dtype=np.bool_)
+        self._cold_count = max(1, int(planned.plan.clean_share * slot_count))
+        self._taken_count = 0
+        self._slots_in_writing = 0
+        self._max_slots_in_writing = max(1, int(_MAX_SHARE_IN_WRITING * slot_count))
+        self._is_pumping = False
+
+    def count_uses(self, keys: Sequence[OffloadKey], depths: Sequence[int], request_id: str | None) -> None:
+        """Count one request's use of blocks; those stored already may be worth writing now."""
+        if self._planned.plan.cascade != "reused":
+            return
+        worth: list[int] = []
+        for position, key in enumerate(keys):
+            self._uses[key] = count = self._uses.get(key, 0) + 1
+            self._uses.move_to_end(key)
+            if count == self._planned.plan.min_uses:
+                worth.append(position)
+        while len(self._uses) > _REMEMBERED_USES:
+            self._uses.popitem(last=False)
+        slots = self._backing.stored_slots([keys[position] for position in worth])
+        stored = [position for position, slot in zip(worth, slots, strict=True) if slot is not None]
+        self._offer([keys[position] for position in stored], [depths[position] for position in stored], request_id)
+
+    def note_taken(self, ticket: PrepareStoreOutput) -> None:
+        """Note that slots have got new blocks, which are not written."""
+        slots = slot_array(ticket.slots)
+        if self._planned.plan.cascade == "ahead":
+            # Of slots that are taken, only those of evicted blocks are filled.
+            dirty = self._is_filled[slots] & ~self._is_written[slots]
+            self._planned.tally.dirty_evictions += int(np.count_nonzero(dirty))
+        self._is_filled[slots] = False
+        self._is_written[slots] = False
+        self._taken_count += len(slots)
+
+    def note_stored(
+        self, keys: Sequence[OffloadKey], slots: Sequence[int], depths: Sequence[int], request_id: str | None
+    ) -> None:
+        """Note blocks that were stored, and write them if the plan says so."""
+        self._is_filled[slot_array(slots)] = True
+        plan = self._planned.plan
+        if plan.cascade == "write-through":
+            self._offer(keys, depths, request_id)
+        elif plan.cascade == "reused":
+            worth = [position for position, key in enumerate(keys) if self._uses.get(key, 0) >= plan.min_uses]
+            self._offer([keys[position] for position in worth], [depths[position] for position in worth], request_id)
+
+    def note_written(self, slots: Sequence[int]) -> None:
+        """Note blocks that the tier has."""
+        self._is_filled[slot_array(slots)] = True
+        self._is_written[slot_array(slots)] = True
+
+    def clear(self) -> None:
+        """Forget what waits to be written, and what CPU memory held."""
+        self._queue.clear()
+        self._planned.waiting_bytes = 0
+        self._is_filled[:] = False
+        self._is_written[:] = False
+
+    def pump(self) -> None:
+        """Start writes, as far as the budget goes."""
+        if not self._is_pumping:  # a write that ends at once pumps again
+            self._is_pumping = True
+            try:
+                self._pump()
+            finally:
+                self._is_pumping = False
+
+    def _pump(self) -> None:
+        planned = self._planned
+        if planned.plan.cascade == "ahead" and self._taken_count * _LOOKS_PER_COLD_END >= self._cold_count:
+            self._taken_count = 0
+            self._offer_cold_end()
+        while (
+            self._queue
+            and planned.writing_bytes < planned.plan.write_bytes
+            and (room := self._max_slots_in_writing - self._slots_in_writing) > 0
+        ):
+            write = self._queue[0]
+            count = min(room, _BATCH_BLOCKS)
+            keys, depths = write.keys[:count], write.depths[:count]
+            del write.keys[:count], write.depths[:count]
+            if not write.keys:
+                self._queue.popleft()
+            planned.waiting_bytes -= self._byte_count(keys)
+            self._write(keys, depths, write.request_id)
+
+    def _offer(self, keys: Sequence[OffloadKey], depths: Sequence[int], request_id: str | None) -> None:
+        """Let blocks wait to be written, the leading ones if there is not room in the queue for all."""
+        planned = self._planned
+        room = planned.plan.queue_bytes - planned.waiting_bytes
+        count = 0
+        byte_count = 0
+        while count < len(keys) and byte_count + self._byte_count(keys[count : count + 1]) <= room:
+            byte_count += self._byte_count(keys[count : count + 1])
+            count += 1
+        planned.tally.dropped_writes += len(keys) - count
+        if count:
+            planned.waiting_bytes += byte_count
+            self._queue.append(_Write(list(keys[:count]), list(depths[:count]), request_id))
+
+    def _offer_cold_end(self) -> None:
+        waiting = {key for write in self._queue for key in write.keys}
+        cold = [
+            key
+            for key, slot in self._backing.coldest(self._cold_count)
+            if not self._is_written[slot] and key not in waiting
+        ]
+        self._offer(cold, [0] * len(cold), None)
+
+    def _write(self, keys: list[OffloadKey], depths: list[int], request_id: str | None) -> None:
+        planned = self._planned
+        slots: list[int] = []
+        present: list[int] = []
+        for position, slot in enumerate(self._backing.stored_slots(keys)):
+            if slot is None:
+                planned.tally.dropped_writes += 1
+            elif not self._is_written[slot]:
+                slots.append(slot)
+                present.append(position)
+        if not present:
+            return
+        keys = [keys[position] for position in present]
+        views = [self._slot_bytes.view(slot, offload_group_index(key)) for key, slot in zip(keys, slots, strict=True)]
+        byte_count = sum(view.nbytes for view in views)
+        lease = Lease(self._backing, slots)
+        planned.writing_bytes += byte_count
+        self._slots_in_writing += len(slots)
+        call = planned.tier.start_put(
+            [self._tier_key(key) for key in keys],
+            views,
+            deadline=self._now() + planned.plan.write_seconds,
+            request_id=request_id,
+            depths=[depths[position] for position in present],
+        )
+        call.on_answered(lambda: self._note_answer(keys, slots, call))
+        call.on_over(lambda: self._give_back(byte_count, lease))
+
+    def _note_answer(self, keys: list[OffloadKey], slots: list[int], call: TierCall) -> None:
+        """Note what was written; a slot may have lost its block meanwhile, and then it is nobody's yet."""
+        still = self._backing.stored_slots(keys)
+        good = [
+            slot
+            for slot, now_in, result in zip(slots, still, call.results, strict=True)
+            if result.is_good and slot == now_in
+        ]
+        written_count = sum(result.is_good for result in call.results)
+        self._planned.tally.written += written_count
+        self._planned.tally.refused_writes += len(keys) - written_count
+        self.note_written(good)
+
+    def _give_back(self, byte_count: int, lease: Lease) -> None:
+        self._planned.writing_bytes -= byte_count
+        self._slots_in_writing -= len(lease.slots)
+        lease.release()
+        self.pump()
+
+    def _byte_count(self, keys: Sequence[OffloadKey]) -> int:
+        return sum(self._slot_bytes.group_bytes(offload_group_index(key)) for key in keys)

@@ -1,0 +1,106 @@
+"""What a load gets: the blocks it pins, at once or after the writes that it waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from aiokvoffload.keys import OffloadKey
+from aiokvoffload.managers.blocks import BlockTable
+from aiokvoffload.managers.prefix import PrefixMatcher
+from aiokvoffload.managers.tally import SettledTickets
+from aiokvoffload.managers.waits import LoadRequest, WriteWaits
+from aiokvoffload.specs import PrepareLoadOutput, PrepareStoreOutput
+
+Usable = Literal["known", "ready", "none"]
+"""Which blocks a load can have: those stored or being written, only those stored, or none."""
+
+
+class Loads:
+    """Pins blocks for loads and settles those that wait.
+
+    Args:
+        blocks: Which blocks there are.
+        prefix: Where prefixes can end.
+        settled: Takes the tickets whose wait has ended.
+    """
+
+    def __init__(self, blocks: BlockTable, prefix: PrefixMatcher, settled: SettledTickets) -> None:
+        self._blocks = blocks
+        self._prefix = prefix
+        self._settled = settled
+        self._waits = WriteWaits()
+
+    @property
+    def waiting_tickets(self) -> list[PrepareLoadOutput]:
+        """The loads that wait, in the order in which they came."""
+        return self._waits.tickets
+
+    def start(self, ticket: PrepareLoadOutput, request: LoadRequest, usable: Usable) -> None:
+        """Pin what a load can have, and let it wait for what of that is being written."""
+        self._pin(ticket, request, usable)
+        self._waits.add(ticket, request, self._blocks.writes(ticket.slots))
+
+    def watch(self, ticket: PrepareLoadOutput, keys: Sequence[OffloadKey]) -> None:
+        """Let a ticket that pins nothing wait while any of `keys` is being written."""
+        self._waits.add(ticket, LoadRequest([keys], "nothing"), self._blocks.writes(self._slots_of(keys)))
+
+    def give_up(self, ticket: PrepareLoadOutput) -> None:
+        """End the wait of a load that wants nothing any more; what it has pinned is released by the caller."""
+        self._waits.remove(ticket)
+        ticket.keys = ()
+        self._settled.add(ticket)
+
+    def end_write(self, write: PrepareStoreOutput, success: bool) -> None:
+        """Settle the loads whose wait ends with a write.
+
+        They hold the written blocks already: nobody can evict them in between.
+        """
+        for ticket in self._waits.end_write(write, success):
+            self.settle(ticket)
+
+    def settle(self, ticket: PrepareLoadOutput, *, is_missed: bool = False) -> None:
+        """End the wait of a load: keep its pins if all blocks were written, else take what is ready, or nothing."""
+        request = self._waits.remove(ticket)
+        if is_missed or not self._blocks.all_ready(ticket.slots):
+            held = ticket.slots
+            self._pin(ticket, request, "none" if is_missed else "ready")
+            self._blocks.release(held)
+        self._settled.add(ticket)
+
+    def settle_all(self, *, is_missed: bool = False) -> None:
+        """End all waits."""
+        for ticket in self._waits.tickets:
+            self.settle(ticket, is_missed=is_missed)
+
+    def _pin(self, ticket: PrepareLoadOutput, request: LoadRequest, usable: Usable) -> None:
+        block_tokens = self._prefix.block_tokens
+        if request.take == "all":
+            keys = request.parts[0] if len(request.parts) == 1 else [key for part in request.parts for key in part]
+            slots = self._slots_of(keys)
+            is_complete = len(slots) == len(keys) and (
+                usable == "known" or (usable == "ready" and self._blocks.all_ready(slots))
+            )
+            needed = [range(len(part) if is_complete else 0) for part in request.parts]
+            ticket.token_count = min(len(run) * tokens for run, tokens in zip(needed, block_tokens, strict=True))
+            ticket.keys, ticket.slots = (keys, slots) if is_complete else ((), [])
+        else:
+            is_usable = {"known": self._blocks.is_known, "ready": self._blocks.is_ready, "none": _is_never_usable}
+            end = self._prefix.boundary(request.parts, is_usable[usable], request.resident_tokens)
+            needed = [self._prefix.needed(group, end, request.resident_tokens) for group in range(len(request.parts))]
+            ticket.token_count = end
+            ticket.keys = [
+                key for part, run in zip(request.parts, needed, strict=True) for key in part[run.start : run.stop]
+            ]
+            ticket.slots = self._slots_of(ticket.keys)
+        ticket.group_sizes = tuple(map(len, needed))
+        ticket.first_indices = tuple(run.start for run in needed)
+        self._blocks.hold(ticket.slots)
+
+    def _slots_of(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """Return the slots of those of `keys` that are stored or being written."""
+        return [slot for slot in self._blocks.find(keys) if slot is not None]
+
+
+def _is_never_usable(_key: OffloadKey) -> bool:
+    return False

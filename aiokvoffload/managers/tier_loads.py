@@ -1,0 +1,151 @@
+"""A load whose blocks are in tiers: looked for, read into CPU memory, then pinned there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from aiokvoffload.keys import OffloadKey
+from aiokvoffload.managers.cpu import CPUOffloadingManager
+from aiokvoffload.managers.promotions import Promotions
+from aiokvoffload.managers.tier_lookups import TierLookups, TierSearch
+from aiokvoffload.managers.tier_plan import PlannedTier
+from aiokvoffload.managers.waits import Take
+from aiokvoffload.specs import PrepareLoadOutput, ReqContext
+
+Keys = Sequence[OffloadKey]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadArguments:
+    """What a load has asked for; see `OffloadingManager.prepare_load_nowait`."""
+
+    keys: Keys
+    ctx: ReqContext | None
+    take: Take
+    group_sizes: Sequence[int] | None
+    resident_tokens: int
+
+    def pin(self, backing: CPUOffloadingManager) -> PrepareLoadOutput:
+        """Pin what CPU memory has of it."""
+        return backing.prepare_load_nowait(
+            self.keys,
+            self.ctx,
+            take=self.take,
+            group_sizes=self.group_sizes,
+            resident_tokens=self.resident_tokens,
+        )
+
+
+class TierLoad:
+    """One load on its way: it holds what CPU memory has of it, and no GPU block.
+
+    Args:
+        ticket: The caller's ticket, which is settled in the end.
+        arguments: What was asked for.
+        held: The pins in CPU memory so far.
+        backing: The manager of CPU memory.
+        promotions: Reads blocks.
+        on_over: Called in the step that ends the wait.
+    """
+
+    def __init__(
+        self,
+        ticket: PrepareLoadOutput,
+        arguments: LoadArguments,
+        held: PrepareLoadOutput,
+        backing: CPUOffloadingManager,
+        promotions: Promotions,
+        on_over: Callable[[TierLoad], None],
+    ) -> None:
+        self.ticket = ticket
+        self.held = held
+        self._arguments = arguments
+        self._backing = backing
+        self._promotions = promotions
+        self._on_over = on_over
+        self._is_over = False
+
+    def look_for(self, missing: Keys, lookups: TierLookups, tiers: Sequence[PlannedTier]) -> None:
+        """Find out which tiers have blocks, then read what the prefix needs."""
+        self._search = TierSearch(lookups, missing, tiers, self._promote)
+        self._search.advance()
+
+    def wait_for_held(self) -> None:
+        """Wait for no more than the blocks that are held."""
+        self.held.on_settled(self._settle)
+
+    def settle_now(self) -> None:
+        """End the wait with what is there."""
+        if self.held.is_waiting:
+            self._backing.settle_nowait(self.held)
+        self._settle()
+
+    def give_up(self) -> None:
+        """Want nothing any more; what is being read is read for others."""
+        self._is_over = True
+        self._backing.complete_load_nowait(self.held)
+
+    def miss(self) -> None:
+        """End the wait with nothing."""
+        self._backing.complete_load_nowait(self.held)
+        self.held = PrepareLoadOutput(self._backing, self.held.epoch, self.held.generation)
+        self.held.group_sizes = (0,) * len(self.ticket.group_sizes)
+        self.held.first_indices = (0,) * len(self.ticket.group_sizes)
+        self._settle()
+
+    def _promote(self) -> None:
+        if not self._is_over:
+            self._promotions.enqueue(self._start_promotion)
+
+    def _start_promotion(self) -> bool:
+        """Read what is in tiers and needed; False while the budgets do not allow it."""
+        if self._is_over:
+            return True
+        needed, depth_of = self._needed()
+        sources = {key: self._search.sources[key] for key in needed if not self._backing.is_known(key)}
+        if not self._promotions.has_room(sources):
+            return False
+        if sources:
+            self._promotions.start(sources, depth_of, self._arguments.ctx)
+        before, self.held = self.held, self._arguments.pin(self._backing)
+        self._backing.complete_load_nowait(before)
+        self.wait_for_held()
+        return True
+
+    def _needed(self) -> tuple[list[OffloadKey], dict[OffloadKey, int]]:
+        """Return which blocks the load can use, by what is known now, and the token position of each one's end."""
+        prefix, arguments = self._backing.prefix, self._arguments
+        parts = prefix.split(arguments.keys, arguments.group_sizes)
+        sources = self._search.sources
+
+        def is_usable(key: OffloadKey) -> bool:
+            return key in sources or self._backing.is_known(key)
+
+        depth_of = {
+            key: (index + 1) * tokens
+            for part, tokens in zip(parts, prefix.block_tokens, strict=True)
+            for index, key in enumerate(part)
+        }
+        if arguments.take == "all":
+            needed = [key for part in parts for key in part]
+            return (needed if all(map(is_usable, needed)) else []), depth_of
+        end = prefix.boundary(parts, is_usable, arguments.resident_tokens)
+        runs = [prefix.needed(group, end, arguments.resident_tokens) for group in range(len(parts))]
+        return [key for part, run in zip(parts, runs, strict=True) for key in part[run.start : run.stop]], depth_of
+
+    def _settle(self) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        adopt(self.ticket, self.held)
+        self._on_over(self)
+
+
+def adopt(ticket: PrepareLoadOutput, held: PrepareLoadOutput) -> None:
+    """Show in a ticket what another one has pinned."""
+    ticket.keys = held.keys
+    ticket.slots = held.slots
+    ticket.group_sizes = held.group_sizes
+    ticket.first_indices = held.first_indices
+    ticket.token_count = held.token_count

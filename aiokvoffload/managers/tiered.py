@@ -1,0 +1,398 @@
+"""CPU memory with tiers below it: blocks are written down as they come and read back when they are asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+
+from aiokvoffload.errors import ConfigurationError
+from aiokvoffload.event_loops import running_loop, soon_in_running_loop
+from aiokvoffload.keys import GROUP_INDEX_BYTES, OffloadKey
+from aiokvoffload.managers.base import Keys, ManagerStatistics, OffloadingManager, WhenFull
+from aiokvoffload.managers.cascade import Cascade
+from aiokvoffload.managers.cpu import CPUOffloadingManager
+from aiokvoffload.managers.promotions import Promotions, SlotBytes
+from aiokvoffload.managers.tier_loads import LoadArguments, TierLoad, adopt
+from aiokvoffload.managers.tier_lookups import TierLookups
+from aiokvoffload.managers.tier_plan import PlannedTier, TierPlan, TierUseStatistics
+from aiokvoffload.managers.waits import Take
+from aiokvoffload.specs import (
+    Completion,
+    LookupResult,
+    PrepareLoadOutput,
+    PrepareStoreOutput,
+    ReqContext,
+    Ticket,
+    TierFilter,
+)
+from aiokvoffload.tiers.base import Tier
+
+
+@dataclass(slots=True)
+class _Offered:
+    """Who has offered the blocks of a store, and where they are in the request."""
+
+    request_id: str | None
+    depth_of: dict[OffloadKey, int]
+
+
+class TieredOffloadingManager(OffloadingManager):
+    """A manager of CPU memory whose loads look into tiers, and whose blocks are written down to them.
+
+    `prepare_load_nowait` answers at once with what CPU memory has; if tiers may have more, the ticket waits while they
+    are asked, and while what they have is read into slots. `poll_nowait` moves on; in an event loop, whoever awaits a
+    ticket lets the loop poll. The tiers are the caller's, who closes them after the manager.
+
+    Args:
+        backing: The manager of CPU memory.
+        tiers: The tiers, the fastest first, and how each is used.
+        slot_bytes: Where the bytes of the slots are.
+        recompute_tokens_per_second: How fast the engine computes what is not loaded. A tier that would be slower is
+            not read; without it, none is.
+
+    Raises:
+        ConfigurationError: A tier is given twice, or the speed is not positive.
+    """
+
+    def __init__(
+        self,
+        backing: CPUOffloadingManager,
+        tiers: Sequence[tuple[Tier, TierPlan]],
+        slot_bytes: SlotBytes,
+        *,
+        recompute_tokens_per_second: float | None = None,
+    ) -> None:
+        super().__init__(backing.clock)
+        if len({id(tier) for tier, _ in tiers}) < len(tiers):
+            raise ConfigurationError("a tier is given twice; open one for each place")
+        if recompute_tokens_per_second is not None and not recompute_tokens_per_second > 0:
+            raise ConfigurationError(
+                f"recompute_tokens_per_second is {recompute_tokens_per_second}; it must be above 0"
+            )
+        self._backing = backing
+        self._planned = [PlannedTier(tier, plan, number) for number, (tier, plan) in enumerate(tiers)]
+        self._slot_bytes = slot_bytes
+        self._recompute_tokens_per_second = recompute_tokens_per_second
+        self._namespace = b""
+        self._lookups = TierLookups(self.clock.now, self._tier_key)
+        self._promotions = Promotions(backing, slot_bytes, self._tier_key, self._note_promoted, self.clock)
+        self._cascades = [
+            Cascade(planned, backing, slot_bytes, self._tier_key, self.clock.now) for planned in self._planned
+        ]
+        self._offered: dict[PrepareStoreOutput, _Offered] = {}
+        self._loads: dict[PrepareLoadOutput, TierLoad] = {}
+        self._hits = 0
+        self._loop: object = None
+        self._silence: list[Callable[[], None]] = []
+
+    @property
+    def epoch(self) -> int:
+        """The backing manager's epoch."""
+        return self._backing.epoch
+
+    # Moving on
+
+    def poll_nowait(self) -> None:
+        """Collect what tiers have answered, and start what may start."""
+        for planned in self._planned:
+            planned.tier.poll()
+        for cascade in self._cascades:
+            cascade.pump()
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When a tier's answer is overdue."""
+        deadlines = [planned.tier.next_deadline for planned in self._planned]
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Nothing is being written to tiers, or waits for it."""
+        return not any(planned.waiting_bytes or planned.writing_bytes for planned in self._planned)
+
+    def add_doorbell(self, ring: Callable[[], None]) -> Callable[[], None]:
+        """Let every tier ring."""
+        silences = [planned.tier.add_doorbell(ring) for planned in self._planned]
+
+        def silence_all() -> None:
+            for silence in silences:
+                silence()
+
+        return silence_all
+
+    def tier_statistics(self) -> tuple[TierUseStatistics, ...]:
+        """Return the counts of each tier."""
+        return tuple(planned.statistics() for planned in self._planned)
+
+    # Looking
+
+    def lookup_nowait(self, keys: Keys, ctx: ReqContext | None = None) -> list[LookupResult]:
+        """Say what CPU memory has; what is being read from a tier is PENDING."""
+        return self._backing.lookup_nowait(keys, ctx)
+
+    def lookup_prefix_nowait(
+        self,
+        keys: Keys,
+        ctx: ReqContext | None = None,
+        *,
+        group_sizes: Sequence[int] | None = None,
+        resident_tokens: int = 0,
+    ) -> int:
+        """Say what CPU memory has."""
+        return self._backing.lookup_prefix_nowait(keys, ctx, group_sizes=group_sizes, resident_tokens=resident_tokens)
+
+    def touch(self, keys: Keys, ctx: ReqContext | None = None, *, depths: Sequence[int] | None = None) -> None:
+        """Count the request's access in CPU memory and in the tiers."""
+        self._backing.touch(keys, ctx, depths=depths)
+        if not keys:
+            return
+        request_id = _request_id(ctx)
+        tier_keys = list(map(self._tier_key, keys))
+        for planned, cascade in zip(self._planned, self._cascades, strict=True):
+            cascade.count_uses(keys, depths or [0] * len(keys), request_id)
+            deadline = self.clock.now() + planned.plan.lookup_seconds
+            planned.tier.start_touch(tier_keys, deadline=deadline, request_id=request_id, depths=depths)
+            cascade.pump()
+
+    # Loading
+
+    def prepare_load_nowait(
+        self,
+        keys: Keys,
+        ctx: ReqContext | None = None,
+        *,
+        take: Take = "all",
+        group_sizes: Sequence[int] | None = None,
+        resident_tokens: int = 0,
+    ) -> PrepareLoadOutput:
+        """Pin what CPU memory has, and wait for what tiers have."""
+        arguments = LoadArguments(
+            keys=list(keys), ctx=ctx, take=take, group_sizes=group_sizes, resident_tokens=resident_tokens
+        )
+        held = arguments.pin(self._backing)
+        ticket = PrepareLoadOutput(self, held.epoch, held.generation)
+        adopt(ticket, held)
+        load = TierLoad(ticket, arguments, held, self._backing, self._promotions, self._end_load)
+        self._loads[ticket] = load
+        ticket.is_waiting = True
+        missing = [
+            key
+            for key in dict.fromkeys(arguments.keys)
+            if not self._backing.is_known(key) and self._promotions.may_ask(key)
+        ]
+        tiers = self._tiers_for(ctx, missing)
+        if missing and tiers:
+            load.look_for(missing, self._lookups, tiers)
+        else:
+            load.wait_for_held()
+        return ticket
+
+    def watch_nowait(self, keys: Keys) -> PrepareLoadOutput:
+        """Watch in the backing manager."""
+        return self._backing.watch_nowait(keys)
+
+    def complete_load_nowait(self, ticket: PrepareLoadOutput, *, take_along: bool = False) -> Completion:
+        """Unpin, or give the wait up."""
+        load = self._loads.get(ticket)
+        if load is None or not ticket.is_open:
+            return self._backing.complete_load_nowait(ticket, take_along=take_along)
+        del self._loads[ticket]
+        ticket.is_open = False
+        if ticket.is_waiting:
+            load.give_up()
+            ticket.keys = ()
+            ticket.settle()
+            return Completion.APPLIED
+        return self._backing.complete_load_nowait(load.held, take_along=take_along)
+
+    # Storing
+
+    def prepare_store_nowait(
+        self,
+        keys: Keys,
+        ctx: ReqContext | None = None,
+        *,
+        when_full: WhenFull = "refuse",
+        depths: Sequence[int] | None = None,
+        filtered: bool = True,
+    ) -> PrepareStoreOutput:
+        """Reserve in CPU memory."""
+        ticket = self._backing.prepare_store_nowait(keys, ctx, when_full=when_full, depths=depths, filtered=filtered)
+        return self._note_offer(ticket, keys, ctx, depths)
+
+    def prepare_demotion_nowait(
+        self,
+        keys: Keys,
+        ctx: ReqContext | None = None,
+        *,
+        depths: Sequence[int] | None = None,
+        filtered: bool = True,
+    ) -> PrepareStoreOutput:
+        """Reserve in CPU memory for what the GPU gives up."""
+        ticket = self._backing.prepare_demotion_nowait(keys, ctx, depths=depths, filtered=filtered)
+        return self._note_offer(ticket, keys, ctx, depths)
+
+    def complete_store_nowait(
+        self, ticket: PrepareStoreOutput, success: bool = True, *, failed_keys: Collection[OffloadKey] = ()
+    ) -> Completion:
+        """Commit or drop in CPU memory, and write down what was committed, as the plans say."""
+        offered = self._offered.pop(ticket, None)
+        completion = self._backing.complete_store_nowait(ticket, success, failed_keys=failed_keys)
+        if completion is Completion.APPLIED and success and offered is not None:
+            failed = set(failed_keys)
+            stored = [
+                (key, slot) for key, slot in zip(ticket.keys_to_store, ticket.slots, strict=True) if key not in failed
+            ]
+            self._write_down(stored, offered, self._cascades)
+        return completion
+
+    def hint(
+        self,
+        keys: Keys,
+        *,
+        session_ended: bool = False,
+        keep_seconds: float | None = None,
+        depths: Sequence[int] | None = None,
+    ) -> int:
+        """Hand the hint to the backing manager."""
+        return self._backing.hint(keys, session_ended=session_ended, keep_seconds=keep_seconds, depths=depths)
+
+    # The whole
+
+    def settle_nowait(self, ticket: Ticket) -> None:
+        """End the wait of a ticket with what CPU memory has now."""
+        load = self._loads.get(ticket) if isinstance(ticket, PrepareLoadOutput) else None
+        if load is None:
+            self._backing.settle_nowait(ticket)
+        elif ticket.is_waiting:
+            load.settle_now()
+
+    def hold(self, slots: Sequence[int]) -> None:
+        """Count in the backing manager."""
+        self._backing.hold(slots)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Count in the backing manager."""
+        self._backing.release(slots)
+
+    def reset_nowait(self) -> None:
+        """Forget what is in CPU memory; tiers keep what they have."""
+        self._backing.reset_nowait()
+        self._let_go()
+
+    def bump_epoch_nowait(self) -> None:
+        """Start a new epoch: what is in CPU memory is forgotten, and what is in tiers cannot be reached any more."""
+        self._backing.bump_epoch_nowait()
+        # Another process may count the same epochs for other weights.
+        self._namespace = os.urandom(16)
+        self._let_go()
+
+    def statistics(self) -> ManagerStatistics:
+        """Return the counts of this moment."""
+        statistics = self._backing.statistics()
+        promoting = self._promotions.slot_count
+        return replace(
+            statistics,
+            writing=statistics.writing - promoting,
+            promoting=promoting,
+            waiting_loads=sum(ticket.is_waiting for ticket in self._loads),
+            hit_blocks=self._hits,
+        )
+
+    def close_nowait(self) -> None:
+        """Refuse all further calls except completions; what waits to be written is dropped."""
+        self._let_go()
+        for silence in self._silence:
+            silence()
+        self._silence = []
+        self._backing.close_nowait()
+
+    # Inside
+
+    def hear(self) -> None:
+        """Let the running event loop poll when a tier rings."""
+        loop = running_loop()
+        if loop is not None and loop != self._loop:
+            self._loop = loop
+            for silence in self._silence:
+                silence()
+            self._silence = [self.add_doorbell(soon_in_running_loop(self.poll_nowait))]
+
+    def _tier_key(self, key: OffloadKey) -> OffloadKey:
+        """Return what a block is called in the tiers: its key, or after a weight update a name of this epoch."""
+        if not self._namespace:
+            return key
+        digest = hashlib.blake2b(key, digest_size=32, key=self._namespace).digest()
+        return OffloadKey(digest + key[-GROUP_INDEX_BYTES:])
+
+    def _tiers_for(self, ctx: ReqContext | None, keys: Keys) -> list[PlannedTier]:
+        """Return the tiers that a request may ask, and that are not slower than computing again."""
+        if ctx is not None and not ctx.tier_filter & TierFilter.BELOW:
+            return []
+        chosen = []
+        for planned in self._planned:
+            if self._is_too_slow(planned):
+                planned.tally.too_slow += len(keys)
+            else:
+                chosen.append(planned)
+        return chosen
+
+    def _is_too_slow(self, planned: PlannedTier) -> bool:
+        speed = self._recompute_tokens_per_second
+        if speed is None or not planned.seconds_per_byte:
+            return False
+        tokens = self._backing.block_tokens
+        seconds_per_token = min(
+            self._slot_bytes.group_bytes(group) * planned.seconds_per_byte / count for group, count in enumerate(tokens)
+        )
+        return seconds_per_token > 1 / speed
+
+    def _note_offer(
+        self, ticket: PrepareStoreOutput, keys: Keys, ctx: ReqContext | None, depths: Sequence[int] | None
+    ) -> PrepareStoreOutput:
+        """Remember who has offered blocks until they are committed."""
+        depth_of = dict(zip(reversed(keys), reversed(depths or range(len(keys))), strict=True))
+        self._offered[ticket] = _Offered(_request_id(ctx), depth_of)
+        ticket.on_settled(lambda: self._note_taken(ticket))
+        return ticket
+
+    def _note_taken(self, ticket: PrepareStoreOutput) -> None:
+        if ticket.slots:
+            for cascade in self._cascades:
+                cascade.note_taken(ticket)
+
+    def _note_promoted(self, ticket: PrepareStoreOutput, keys: Sequence[OffloadKey], source: PlannedTier) -> None:
+        """Write what was read from a tier to those above it."""
+        slot_of = dict(zip(ticket.keys_to_store, ticket.slots, strict=True))
+        slots = [slot_of[key] for key in keys]
+        self._note_taken(ticket)
+        self._cascades[source.number].note_written(slots)
+        offered = _Offered(None, dict.fromkeys(keys, 0))
+        self._write_down(list(zip(keys, slots, strict=True)), offered, self._cascades[: source.number])
+
+    def _write_down(
+        self, stored: Sequence[tuple[OffloadKey, int]], offered: _Offered, cascades: Sequence[Cascade]
+    ) -> None:
+        keys = [key for key, _ in stored]
+        depths = [offered.depth_of[key] for key in keys]
+        for cascade in cascades:
+            cascade.note_stored(keys, [slot for _, slot in stored], depths, offered.request_id)
+            cascade.pump()
+
+    def _end_load(self, load: TierLoad) -> None:
+        self._hits += len(load.ticket.keys)
+        load.ticket.settle()
+
+    def _let_go(self) -> None:
+        """Miss for all loads that wait, and forget what waits to be written."""
+        for cascade in self._cascades:
+            cascade.clear()
+        for ticket, load in list(self._loads.items()):
+            if ticket.is_waiting:
+                load.miss()
+
+
+def _request_id(ctx: ReqContext | None) -> str | None:
+    return ctx.req_id or None if ctx is not None else None

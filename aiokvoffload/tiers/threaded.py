@@ -1,0 +1,72 @@
+"""A tier whose storage blocks: threads of its own do the work, a block at a time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+from aiokvoffload.clock import Clock
+from aiokvoffload.tiers.base import DEFAULT_TIMEOUT_SECONDS
+from aiokvoffload.tiers.blockwise import BlockwiseTier
+from aiokvoffload.tiers.breaker import BreakerLimits
+from aiokvoffload.tiers.calls import TierCall
+from aiokvoffload.tiers.threads import Job, TierThreads
+
+_logger = logging.getLogger(__name__)
+
+DEFAULT_THREAD_COUNT = 4
+_KEYS_OF_A_JOB = 32
+"""Of calls without buffers, where one block is little work."""
+
+
+class ThreadedTier(BlockwiseTier):
+    """A tier over blocking calls; a thread that does not come back by the deadline is replaced.
+
+    Args:
+        url: Where it is, without credentials.
+        clock: Where deadlines are read.
+        timeout_seconds: Longest that a call may take.
+        limits: When the breaker opens.
+        thread_count: Blocks in work at a time.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        clock: Clock | None = None,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        limits: BreakerLimits | None = None,
+        thread_count: int = DEFAULT_THREAD_COUNT,
+    ) -> None:
+        super().__init__(url, clock=clock, timeout_seconds=timeout_seconds, limits=limits)
+        self._threads = TierThreads(type(self).__name__, thread_count)
+
+    def begin(self, call: TierCall) -> None:
+        """Queue the blocks of a call."""
+        indices = call.unanswered()
+        size = 1 if call.buffers else _KEYS_OF_A_JOB
+        parts = [indices[start : start + size] for start in range(0, len(indices), size)]
+        self._threads.submit(Job(call, partial(self.work_on, call, part), part) for part in parts)
+
+    def take_back(self, call: TierCall) -> Sequence[int]:
+        """Take blocks out of the queue."""
+        return [index for job in self._threads.withdraw(call) for index in job.indices]
+
+    def abandon(self, call: TierCall) -> None:
+        """Replace the threads that are in a call."""
+        replaced_count = self._threads.replace(call)
+        if replaced_count:
+            _logger.warning(
+                "%s: %d threads have not come back from a %s; others take their place",
+                self.url,
+                replaced_count,
+                call.operation.value,
+            )
+
+    def _stop(self) -> None:
+        self._threads.close()
+
+    def _stuck_count(self) -> int:
+        return self._threads.stuck_count
