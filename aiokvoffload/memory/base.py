@@ -62,6 +62,11 @@ class HostMemory(ABC):
         return self.slot_bytes
 
     @property
+    def slots_per_piece(self) -> int:
+        """Slots that are registered together, counted from slot 0: no copy may go from one piece into the next."""
+        return self.slot_count
+
+    @property
     @abstractmethod
     def address(self) -> int:
         """Where slot 0 begins."""

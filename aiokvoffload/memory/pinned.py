@@ -12,11 +12,12 @@ from aiokvoffload.devices.base import Device
 from aiokvoffload.errors import ClosedError, ConfigurationError, DeviceError
 from aiokvoffload.memory.base import HostMemory, Report, ignore_progress
 from aiokvoffload.memory.page_calls import whole_pages
-from aiokvoffload.memory.preparation import Preparation, PreparationOptions, row_aligned_pieces
+from aiokvoffload.memory.preparation import Preparation, PreparationOptions, row_aligned_pieces, rows_per_piece
 
 _logger = logging.getLogger(__name__)
 
 _SMALL_BYTES = 1 << 20
+"""Takes a fraction of a millisecond."""
 
 
 class PinnedMemory(HostMemory):
@@ -47,6 +48,7 @@ class PinnedMemory(HostMemory):
             mapping = mmap.mmap(-1, mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as exc:
             raise ConfigurationError(f"cannot map {self._byte_count} bytes of CPU memory: {exc}; use fewer") from exc
+        self._options.check_room(self._byte_count)
         # The arrays alone keep the mapping: it goes with the last of them.
         mapped: NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
         self._pages = range(mapped_bytes)
@@ -60,6 +62,11 @@ class PinnedMemory(HostMemory):
     def __repr__(self) -> str:
         state = "closed" if self._buffer is None else "pinned" if self.is_pinned else "pageable"
         return f"<PinnedMemory {self.slot_count} x {self.slot_bytes} bytes, {state}>"
+
+    @property
+    def slots_per_piece(self) -> int:
+        """Slots that are registered together."""
+        return rows_per_piece(self.slot_bytes, self._options.piece_bytes)
 
     @property
     def address(self) -> int:

@@ -19,6 +19,7 @@ from aiokvoffload.devices.base import Device
 from aiokvoffload.errors import ClosedError, ConfigurationError, DeviceError, StateError
 from aiokvoffload.memory.base import PreparationProgress, PreparationStep, Report
 from aiokvoffload.memory.page_calls import PAGE_BYTES, PageCalls
+from aiokvoffload.memory.room import available_bytes
 
 _logger = logging.getLogger(__name__)
 
@@ -31,16 +32,19 @@ class PreparationOptions:
     """How memory is prepared.
 
     Attributes:
-        piece_bytes: How much is registered at a time; a driver refuses several hundred GB in one piece.
+        piece_bytes: How much is registered at a time. Drivers refuse several hundred GB in one piece, and need about
+            0.1 s per GB, after which it can be reported on and ended.
         thread_count: Threads that populate.
         numa_node: Where pages are taken from first; see `numa_node_of_pci_device`.
         page_calls: Asks the kernel.
+        available_bytes: Says how much memory there is to have, or None.
     """
 
-    piece_bytes: int = 64 << 30
-    thread_count: int = field(default_factory=lambda: min(8, os.cpu_count() or 1))
+    piece_bytes: int = 4 << 30
+    thread_count: int = field(default_factory=lambda: min(8, len(os.sched_getaffinity(0))))
     numa_node: int | None = None
     page_calls: PageCalls = field(default_factory=PageCalls)
+    available_bytes: Callable[[], int | None] = available_bytes
 
     def __post_init__(self) -> None:
         if self.piece_bytes < 1 or self.thread_count < 1:
@@ -49,6 +53,19 @@ class PreparationOptions:
             )
         if self.numa_node is not None and self.numa_node < 0:
             raise ConfigurationError(f"numa_node is {self.numa_node}; nodes count from 0, None leaves it to the kernel")
+
+    def check_room(self, byte_count: int) -> None:
+        """Refuse to take more memory than there is, which would end in somebody being killed.
+
+        Raises:
+            ConfigurationError: There is less.
+        """
+        available = self.available_bytes()
+        if available is not None and available < byte_count:
+            raise ConfigurationError(
+                f"this machine, or its container, has {available} bytes of memory available, but {byte_count} are "
+                "needed; use less CPU memory"
+            )
 
 
 class Preparation:
@@ -170,17 +187,21 @@ class Preparation:
         return mapped
 
 
-def row_aligned_pieces(row_count: int, row_bytes: int, piece_bytes: int) -> Iterator[range]:
-    """Cut rows into pieces of at most `piece_bytes`, or one row; pieces share no page if rows can be so cut.
+def rows_per_piece(row_bytes: int, piece_bytes: int) -> int:
+    """Return how many rows are registered at a time: `piece_bytes` at most, but one.
 
-    Because a copy may not cross from one registration into another, and drivers register whole pages.
+    As drivers register whole pages, and no page twice, pieces end with a page where rows do.
     """
-    rows_per_piece = max(1, piece_bytes // row_bytes)
-    rows_to_page_end = PAGE_BYTES // math.gcd(row_bytes, PAGE_BYTES)
-    if rows_per_piece > rows_to_page_end:
-        rows_per_piece -= rows_per_piece % rows_to_page_end
-    for first in range(0, row_count, rows_per_piece):
-        yield range(first * row_bytes, min(first + rows_per_piece, row_count) * row_bytes)
+    count = max(1, piece_bytes // row_bytes)
+    count_to_page_end = PAGE_BYTES // math.gcd(row_bytes, PAGE_BYTES)
+    return count - count % count_to_page_end if count > count_to_page_end else count
+
+
+def row_aligned_pieces(row_count: int, row_bytes: int, piece_bytes: int) -> Iterator[range]:
+    """Cut rows into pieces; see `rows_per_piece`."""
+    step = rows_per_piece(row_bytes, piece_bytes)
+    for first in range(0, row_count, step):
+        yield range(first * row_bytes, min(first + step, row_count) * row_bytes)
 
 
 def _batches(ranges: Iterable[range]) -> Iterator[list[range]]:

@@ -1,10 +1,10 @@
 """The file that processes find a shared region by, until all of them have mapped it.
 
-It is made without a name, sized and locked, and only then named: whoever finds the name finds a whole file, whose
-maker holds a lock on it. The kernel drops the lock when the maker dies, so a file without it is stale, and nobody has
-to trust process numbers. The locks are those of open file descriptions, which also tell threads apart.
+It is created without a name, sized and locked, and only then named: whoever finds the name finds a whole file, whose
+creator holds a lock on it. The kernel drops the lock when the creator dies, so a file without it is stale, and nobody
+has to trust process numbers. The locks are those of open file descriptions, which also tell threads apart.
 
-All unlinking happens under a lock on the file itself: by its maker, or by the one process that sweeps it.
+All unlinking happens under a lock on the file itself: by its creator, or by the one process that sweeps it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SUFFIX = ".mmap"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 # Bytes of the file that stand for something when they are locked; nothing is read or written there for it.
-_MAKER = 0
+_CREATOR = 0
 _SWEEPER = 1
 _FIRST_PLACE = 2
 
@@ -39,17 +39,17 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 
 
 class RegionFile:
-    """An open file of a region, made or found; see `connect`."""
+    """An open file of a region, created or found."""
 
-    def __init__(self, path: Path, descriptor: int, *, is_maker: bool) -> None:
+    def __init__(self, path: Path, descriptor: int, *, is_creator: bool) -> None:
         self.path = path
         self.descriptor = descriptor
-        self.is_maker = is_maker
-        self._has_name = is_maker
+        self.is_creator = is_creator
+        self._has_name = is_creator
 
     @classmethod
-    def make(cls, path: Path, byte_count: int, tail: bytes) -> Self | None:
-        """Make, lock and name a file whose last page begins with `tail`; None if the name is taken.
+    def create(cls, path: Path, byte_count: int, tail: bytes) -> Self | None:
+        """Create, lock and name a file whose last page begins with `tail`; None if the name is taken.
 
         Raises:
             ConfigurationError: No such file can be made there.
@@ -60,11 +60,11 @@ class RegionFile:
             raise ConfigurationError(
                 f"cannot make a file in {path.parent}: {exc}; it has to be a tmpfs, as /dev/shm is"
             ) from exc
-        file = cls(path, descriptor, is_maker=True)
+        file = cls(path, descriptor, is_creator=True)
         try:
             os.ftruncate(descriptor, byte_count)
             os.pwrite(descriptor, tail, byte_count - PAGE_BYTES)
-            file._lock(_MAKER)
+            file._lock(_CREATOR)
             folder = os.open(path.parent, os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 # Only with a folder's descriptor does Python follow the link to the file that has no name.
@@ -96,16 +96,16 @@ class RegionFile:
         if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
             os.close(descriptor)
             raise ConfigurationError(f"{path} is no file of this user; use another engine_id")
-        return cls(path, descriptor, is_maker=False)
+        return cls(path, descriptor, is_creator=False)
 
     def read_tail(self, byte_count: int) -> bytes:
         """Return the bytes that the last page begins with."""
         page = os.fstat(self.descriptor).st_size - PAGE_BYTES
         return os.pread(self.descriptor, byte_count, page) if page >= 0 else b""
 
-    def has_living_maker(self) -> bool:
+    def has_living_creator(self) -> bool:
         """Return whether another process has made the file and lives."""
-        return self._is_locked(_MAKER)
+        return self._is_locked(_CREATOR)
 
     def take_place(self, number: int) -> bool:
         """Become the one process with that number; False if another living process is."""
@@ -116,8 +116,8 @@ class RegionFile:
         return self._is_locked(_FIRST_PLACE + number)
 
     def sweep(self) -> bool:
-        """Remove the file's name if its maker is dead; False if the maker lives or somebody else sweeps it."""
-        if self._is_locked(_MAKER) or not self._lock(_SWEEPER):
+        """Remove the file's name if its creator is dead; False if the creator lives or somebody else sweeps it."""
+        if self._is_locked(_CREATOR) or not self._lock(_SWEEPER):
             return False
         self._unlink()
         return True
@@ -129,7 +129,7 @@ class RegionFile:
             self._unlink()
 
     def close(self) -> None:
-        """Drop all locks and, by its maker, the name; idempotent."""
+        """Drop all locks and, by its creator, the name; idempotent."""
         if self.descriptor < 0:
             return
         self.drop_name()

@@ -106,7 +106,7 @@ class RegionGroup:
         self._wait_for(
             lambda: self._those(ProcessState.ABSENT), self._join_deadline, f"joined the region {within}", report
         )
-        if self._file.is_maker:
+        if self._file.is_creator:
             self._file.drop_name()
             self._board.say_name_is_gone()
         self._wait_for(
@@ -145,7 +145,7 @@ class RegionGroup:
             if file is None:
                 sweep_stale_files(self._path.parent)
                 self._check_room()
-                file = RegionFile.make(self._path, self._shape.file_bytes, header_of(self._shape))
+                file = RegionFile.create(self._path, self._shape.file_bytes, header_of(self._shape))
             if file is not None:
                 try:
                     if (board := self._join(file)) is not None:
@@ -164,7 +164,7 @@ class RegionGroup:
 
     def _join(self, file: RegionFile) -> RegionBoard | None:
         """Take this process's place; return None if there is none yet."""
-        if not file.is_maker and not file.has_living_maker():
+        if not file.is_creator and not file.has_living_creator():
             file.sweep()
             return None
         check_header(file.read_tail(HEADER_BYTES), self._shape)

@@ -24,20 +24,15 @@ from aiokvoffload.errors import (
 )
 from aiokvoffload.memory.base import HostMemory, Report, ignore_progress
 from aiokvoffload.memory.page_calls import PAGE_BYTES
-from aiokvoffload.memory.preparation import Preparation, PreparationOptions, row_aligned_pieces
+from aiokvoffload.memory.preparation import Preparation, PreparationOptions, row_aligned_pieces, rows_per_piece
 from aiokvoffload.memory.region_file import region_path
 from aiokvoffload.memory.region_group import RegionGroup
 from aiokvoffload.memory.region_shape import RegionShape
+from aiokvoffload.memory.room import free_bytes_of
 
 _logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  this is where shared memory is
-
-
-def free_bytes_of(directory: Path) -> int:
-    """Return how many bytes a file system has left for this user."""
-    status = os.statvfs(directory)
-    return status.f_bavail * status.f_frsize
 
 
 class SharedOffloadRegion(HostMemory):
@@ -97,6 +92,7 @@ class SharedOffloadRegion(HostMemory):
             # Drivers register whole pages, and none of them twice.
             raise ConfigurationError("registers_slices needs a worker, and at least a page between two of its slices")
         self._registers_slices = registers_slices
+        self._options.check_room(shape.byte_count)
         self._group = RegionGroup(
             region_path(directory, engine_id),
             shape,
@@ -127,6 +123,11 @@ class SharedOffloadRegion(HostMemory):
     def slot_stride_bytes(self) -> int:
         """Bytes of a row."""
         return self.shape.row_bytes
+
+    @property
+    def slots_per_piece(self) -> int:
+        """Slots that are registered together."""
+        return 1 if self._registers_slices else rows_per_piece(self.shape.row_bytes, self._options.piece_bytes)
 
     @property
     def address(self) -> int:

@@ -68,14 +68,16 @@ def compute_sub_block_ptrs(
 
 
 def merge_runs(
-    sources: Addresses, destinations: Addresses, byte_counts: Addresses
+    sources: Addresses, destinations: Addresses, byte_counts: Addresses, *, pieces: Addresses | None = None
 ) -> tuple[Addresses, Addresses, Addresses]:
-    """Join neighbouring copies that go on where the one before ends, on both sides."""
+    """Join neighbouring copies that go on where the one before ends, on both sides, and in the same piece."""
     if len(sources) < 2:
         return sources, destinations, byte_counts
     goes_on = (sources[1:] == sources[:-1] + byte_counts[:-1]) & (
         destinations[1:] == destinations[:-1] + byte_counts[:-1]
     )
+    if pieces is not None:
+        goes_on &= pieces[1:] == pieces[:-1]
     starts = np.concatenate(([0], np.flatnonzero(~goes_on) + 1))
     return sources[starts], destinations[starts], np.add.reduceat(byte_counts, starts)
 
@@ -202,7 +204,11 @@ class SlotLayout:
                 columns.append(tuple(column[kept] for column in (*ends, byte_counts)))
         joined = [np.concatenate(column) for column in zip(*columns, strict=True)] or [np.empty(0, np.int64)] * 3
         owners = (memory.buffer, *(tensor.tensor for tensor in self.kv_caches.tensors))
-        return CopyPlan(*merge_runs(*joined), direction, owners)
+        pieces = None
+        if memory.slots_per_piece < memory.slot_count:
+            slot_side = joined[1 if direction is Direction.STORE else 0]
+            pieces = (slot_side - memory.address) // (memory.slots_per_piece * memory.slot_stride_bytes)
+        return CopyPlan(*merge_runs(*joined, pieces=pieces), direction, owners)
 
     def _parts(self, gpu_spec: GPULoadStoreSpec, cpu_spec: CPULoadStoreSpec) -> list[_Part]:
         """Cut both ends into groups, leaving out empty ones."""

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from aiokvoffload.errors import ConfigurationError
-from aiokvoffload.memory.base import HostMemory, PreparationStep
+from aiokvoffload.memory.base import HostMemory, PreparationStep, ignore_progress
 from aiokvoffload.memory.page_calls import PAGE_BYTES, PageCalls
 from aiokvoffload.memory.pinned import PinnedMemory
-from aiokvoffload.memory.preparation import PreparationOptions, row_aligned_pieces
+from aiokvoffload.memory.preparation import Preparation, PreparationOptions, row_aligned_pieces
 from aiokvoffload.testing.memory_contract import MemoryContract, PinCountingDevice, StopPreparing, stop_at
 
 MIB = 1 << 20
@@ -90,7 +90,7 @@ class RecordingPages(PageCalls):
 @pytest.mark.parametrize("thread_count", [1, 3])
 def test_threads_populate_all_of_it_once_in_chunks(thread_count: int) -> None:
     pages = RecordingPages()
-    options = PreparationOptions(thread_count=thread_count, page_calls=pages)
+    options = PreparationOptions(thread_count=thread_count, page_calls=pages, available_bytes=lambda: None)
     # Only mapped, never touched: it costs nothing.
     memory = PinnedMemory(1001, MIB, PinCountingDevice(), options=options)
     told: list[int] = []
@@ -113,7 +113,9 @@ def assert_covers(parts: Sequence[range], whole: range) -> None:
 @pytest.mark.parametrize("thread_count", [1, 3])
 def test_a_machine_without_that_much_memory_says_so(thread_count: int) -> None:
     device = PinCountingDevice()
-    options = PreparationOptions(thread_count=thread_count, page_calls=RecordingPages(room=300 * MIB))
+    options = PreparationOptions(
+        thread_count=thread_count, page_calls=RecordingPages(room=300 * MIB), available_bytes=lambda: None
+    )
     memory = PinnedMemory(1001, MIB, device, options=options)
     with pytest.raises(ConfigurationError, match=f"cannot populate {1001 * MIB} bytes of CPU memory: .*Cannot alloc"):
         memory.prepare()
@@ -121,9 +123,32 @@ def test_a_machine_without_that_much_memory_says_so(thread_count: int) -> None:
     memory.close()
 
 
+def test_room_in_a_file_is_reserved_before_it_is_written_to() -> None:
+    mapped = np.zeros(4 * PAGE_BYTES, np.uint8)
+    mapped[:] = 1
+    preparation = Preparation(mapped, PreparationOptions(page_calls=OldKernel()))
+    reserved: list[range] = []
+
+    def reserve(part: range) -> None:
+        reserved.append(part)
+        if len(reserved) == 2:
+            raise OSError(28, "No space left on device")
+
+    parts = [range(PAGE_BYTES), range(2 * PAGE_BYTES, 4 * PAGE_BYTES)]
+    with pytest.raises(ConfigurationError, match="No space left on device"):
+        preparation.populate(parts, 3 * PAGE_BYTES, ignore_progress, reserve)
+    assert reserved == parts
+    assert mapped[::PAGE_BYTES].tolist() == [0, 1, 1, 1]
+
+
 def test_a_stopped_preparation_populates_no_further() -> None:
     pages = RecordingPages()
-    memory = PinnedMemory(4096, MIB, PinCountingDevice(), options=PreparationOptions(thread_count=2, page_calls=pages))
+    memory = PinnedMemory(
+        4096,
+        MIB,
+        PinCountingDevice(),
+        options=PreparationOptions(thread_count=2, page_calls=pages, available_bytes=lambda: None),
+    )
     with pytest.raises(StopPreparing):
         memory.prepare(stop_at(2))
     assert sum(map(len, pages.populated)) < 1024 * MIB
@@ -136,12 +161,36 @@ def test_more_memory_than_can_be_mapped(slot_count: int, slot_bytes: int) -> Non
         PinnedMemory(slot_count, slot_bytes, PinCountingDevice())
 
 
-def test_a_forked_process_sees_zeros() -> None:
-    memory = PinnedMemory(1, 64, PinCountingDevice())
+def test_more_memory_than_is_available() -> None:
+    for available, is_enough in [(299, False), (300, True), (None, True)]:
+        options = PreparationOptions(available_bytes=lambda available=available: available)  # type: ignore[misc]
+        if is_enough:
+            PinnedMemory(3, 100, PinCountingDevice(), options=options).close()
+            continue
+        with pytest.raises(ConfigurationError, match="has 299 bytes of memory available, but 300 are needed"):
+            PinnedMemory(3, 100, PinCountingDevice(), options=options)
+
+
+class DeviceOfTheParent(PinCountingDevice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.process = os.getpid()
+
+    def unpin(self, address: int) -> None:
+        if os.getpid() != self.process:
+            os._exit(2)
+        super().unpin(address)
+
+
+def test_a_forked_process_sees_zeros_and_unpins_nothing() -> None:
+    memory = PinnedMemory(1, 64, DeviceOfTheParent())
+    memory.prepare()
     memory.buffer[:] = 7
     child = os.fork()
     if not child:
-        os._exit(int(memory.buffer.any()))
+        is_wiped = not memory.buffer.any()
+        memory.close()
+        os._exit(0 if is_wiped else 1)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     assert np.all(memory.buffer == 7)
@@ -164,6 +213,8 @@ def test_it_is_registered_in_pieces_of_whole_rows() -> None:
     st.one_of(st.integers(1, 40), st.integers(1, 5 * PAGE_BYTES), st.integers(1, 5).map(lambda n: n * PAGE_BYTES)),
     st.integers(1, 40 * PAGE_BYTES),
 )
+@example(300, 1024, 10_000)
+@example(300, 5 * 1024, 21 * 1024)
 def test_pieces_are_whole_rows_in_turn(row_count: int, row_bytes: int, piece_bytes: int) -> None:
     pieces = list(row_aligned_pieces(row_count, row_bytes, piece_bytes))
     assert_covers(pieces, range(row_count * row_bytes))

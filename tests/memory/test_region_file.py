@@ -1,4 +1,4 @@
-"""The file of a region: exclusive, locked by its maker, and swept once its maker is dead."""
+"""The file of a region: exclusive, locked by its creator, and swept once its creator is dead."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ TAIL = header_of(shape_of())
 
 
 def make(path: Path) -> RegionFile:
-    file = RegionFile.make(path, shape_of().file_bytes, TAIL)
+    file = RegionFile.create(path, shape_of().file_bytes, TAIL)
     assert file is not None
     return file
 
 
 def make_stale(path: Path) -> None:
-    """Make a file whose maker is dead, as the kernel sees it: nobody has it open."""
+    """Make a file whose creator is dead, as the kernel sees it: nobody has it open."""
     os.close(make(path).descriptor)
 
 
@@ -42,16 +42,16 @@ def path(directory: Path) -> Path:
     return region_path(directory, "engine")
 
 
-def test_whoever_finds_the_name_finds_a_whole_file_with_a_living_maker(path: Path) -> None:
+def test_whoever_finds_the_name_finds_a_whole_file_with_a_living_creator(path: Path) -> None:
     assert RegionFile.find(path) is None
     made = make(path)
-    assert RegionFile.make(path, PAGE_BYTES, b"") is None
+    assert RegionFile.create(path, PAGE_BYTES, b"") is None
     found = find(path)
     assert found.read_tail(len(TAIL)) == TAIL
-    assert found.has_living_maker()
+    assert found.has_living_creator()
     assert path.stat().st_mode & 0o777 == 0o600
     made.close()
-    assert not found.has_living_maker()
+    assert not found.has_living_creator()
     assert not path.exists()
     found.close()
 
@@ -74,12 +74,12 @@ def test_a_mapping_does_not_keep_the_locks(path: Path) -> None:
     made, found = make(path), find(path)
     mapping = mmap.mmap(made.descriptor, PAGE_BYTES)
     made.close()
-    assert not found.has_living_maker()
+    assert not found.has_living_creator()
     found.close()
     mapping.close()
 
 
-def test_only_a_file_of_a_dead_maker_is_swept(directory: Path) -> None:
+def test_only_a_file_of_a_dead_creator_is_swept(directory: Path) -> None:
     living = make(region_path(directory, "living"))
     stale = [region_path(directory, name) for name in ("stale-1", "stale-2")]
     for path in stale:
@@ -108,11 +108,11 @@ def test_who_sweeps_too_late_does_not_take_the_successors_name(path: Path) -> No
     early.close()
     assert late.sweep()  # of a file that has no name any more
     late.close()
-    assert find(path).has_living_maker()
+    assert find(path).has_living_creator()
     successor.close()
 
 
-def test_a_maker_does_not_take_the_successors_name(path: Path) -> None:
+def test_a_creator_does_not_take_the_successors_name(path: Path) -> None:
     made = make(path)
     path.unlink()
     successor = make(path)
@@ -137,7 +137,7 @@ def test_a_stale_file_that_somebody_else_sweeps_for_ever(path: Path) -> None:
 
 @pytest.mark.parametrize("tail", [b"", b"something else", b"aiokvoffload  0\n" + TAIL[16:]])
 def test_a_living_file_that_is_no_region(path: Path, tail: bytes) -> None:
-    other = RegionFile.make(path, PAGE_BYTES, tail)
+    other = RegionFile.create(path, PAGE_BYTES, tail)
     assert other is not None
     with pytest.raises(ConfigurationError, match="use the same version in all processes"):
         SharedOffloadRegion("engine", shape_of(), 0, None, directory=path.parent)

@@ -17,7 +17,7 @@ from aiokvoffload.errors import ClosedError, ConfigurationError, StateError, Wro
 from aiokvoffload.memory.base import HostMemory, PreparationProgress, PreparationStep
 from aiokvoffload.memory.page_calls import PAGE_BYTES, PageCalls
 from aiokvoffload.memory.preparation import PreparationOptions
-from aiokvoffload.memory.shared import SharedOffloadRegion, free_bytes_of
+from aiokvoffload.memory.shared import SharedOffloadRegion
 from aiokvoffload.memory.threads import prepare_in_thread
 from aiokvoffload.testing.clock import ManualClock
 from aiokvoffload.testing.memory_contract import MemoryContract, PinCountingDevice, StopPreparing, slot_of, stop_at
@@ -89,6 +89,7 @@ def test_slices_can_be_registered_alone(directory: Path) -> None:
     group = Group(directory, shape, registers_slices=True)
     assert group.prepare() == [None, None]
     for region, device in zip(group.regions, group.devices, strict=True):
+        assert region.slots_per_piece == 1
         assert device.pinned == {
             region.address + slot * shape.row_bytes: shape.slice_bytes for slot in range(shape.block_count)
         }
@@ -271,9 +272,10 @@ def test_too_little_room_says_how_much_is_needed_and_free(directory: Path) -> No
     exact.close()
 
 
-def test_the_room_of_a_file_system_is_that_of_this_user(directory: Path) -> None:
-    status = os.statvfs(directory)
-    assert 0 < free_bytes_of(directory) <= status.f_frsize * status.f_bfree
+def test_too_little_memory_is_found_before_anything_is_made(directory: Path) -> None:
+    options = PreparationOptions(available_bytes=lambda: 29_999)
+    with pytest.raises(ConfigurationError, match="has 29999 bytes of memory available, but 30000 are needed"):
+        SharedOffloadRegion("engine", shape_of(), 0, None, directory=directory, options=options)
 
 
 @pytest.mark.parametrize(
@@ -304,6 +306,17 @@ def test_a_rank_has_one_process(directory: Path) -> None:
     assert 2 <= clock.now() <= 2.1
     assert group.prepare() == [None, None]
     group.close()
+
+
+def test_nobody_joins_a_group_that_has_failed(directory: Path) -> None:
+    shape = shape_of(world_size=3)
+    waiting, failed = (SharedOffloadRegion("engine", shape, rank, None, directory=directory) for rank in (0, 1))
+    failed.close()
+    clock = ManualClock()
+    with pytest.raises(StateError, match="no place for rank 2 within 2 s"):
+        SharedOffloadRegion("engine", shape, 2, None, directory=directory, clock=clock, join_seconds=2)
+    waiting.close()
+    SharedOffloadRegion("engine", shape, 2, None, directory=directory).close()
 
 
 @pytest.mark.parametrize("engine_id", ["", "a/b", "..", ".hidden", "a b", "x" * 129, "ü"])

@@ -18,6 +18,7 @@ from aiokvoffload.devices.host_copy import copy_one_by_one
 from aiokvoffload.errors import ConfigurationError, InvalidRequestError
 from aiokvoffload.kv_caches import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, KVGroup
 from aiokvoffload.memory.pinned import PinnedMemory
+from aiokvoffload.memory.preparation import PreparationOptions
 from aiokvoffload.specs import CPULoadStoreSpec, GPULoadStoreSpec
 from aiokvoffload.testing.device import ManualDevice
 from aiokvoffload.transfers.pointers import SlotLayout, compute_sub_block_ptrs, merge_runs
@@ -351,3 +352,14 @@ def test_ends_that_do_not_fit(
 def test_a_factor_that_is_not_positive(factor: int) -> None:
     with pytest.raises(ConfigurationError, match=f"block_size_factor is {factor}"):
         SlotLayout(_make_caches([[4]]), factor)
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_no_copy_goes_from_one_registration_into_the_next(direction: Direction) -> None:
+    caches = CanonicalKVCaches.from_layers([torch.zeros((16, 4096), dtype=torch.int8)])
+    layout = SlotLayout(caches, 2)
+    memory = PinnedMemory(8, layout.slot_bytes, ManualDevice(), options=PreparationOptions(piece_bytes=3 * 8192))
+    plan = layout.plan(GPULoadStoreSpec(range(1, 14), [13], [1]), CPULoadStoreSpec(range(1, 8)), direction, memory)
+    # The first sub-block of slot 1 is left out; slots 3 and 6 begin pieces.
+    assert plan.byte_counts.tolist() == [3 * 4096, 6 * 4096, 4 * 4096]
+    memory.close()
