@@ -64,6 +64,7 @@ class ReplayOptions:
         json_output: Whether the report is JSON.
         backend: The event loop.
         check_order: Whether reads and overwrites that come too early are looked for.
+        workers: Worker processes, each with a slice of every block; None replays in this process alone.
         sweep: Find the hit rates of many policies and capacities in place of one replay.
 
     Raises:
@@ -86,12 +87,13 @@ class ReplayOptions:
     json_output: bool = False
     backend: Backend = "asyncio"
     check_order: bool = True
+    workers: int | None = None
     sweep: SweepOptions | None = None
 
     def __post_init__(self) -> None:
         if not self.policy.strip():
             raise ConfigurationError("policy is empty; name an eviction policy, such as lru")
-        for name in ("limit", "cpu_blocks", "gpu_blocks", "layers", "block_size_factor", "concurrency"):
+        for name in ("limit", "cpu_blocks", "gpu_blocks", "layers", "block_size_factor", "concurrency", "workers"):
             _require(name, getattr(self, name), at_least=1)
         for name in ("store_threshold", "seed", "corrupt"):
             _require(name, getattr(self, name), at_least=0)
@@ -103,6 +105,8 @@ class ReplayOptions:
             )
         if self.corrupt and not self.with_data:
             raise ConfigurationError("without data there are no bytes to corrupt")
+        if self.workers is not None and not self.with_data:
+            raise ConfigurationError("without data there is nothing for workers to do")
         if self.sweep is not None and self.with_data:
             raise ConfigurationError("a sweep moves no bytes; replay without data")
 
@@ -113,8 +117,8 @@ class ReplayOptions:
 
     @property
     def cpu_bytes(self) -> int:
-        """Bytes of CPU memory that the offloaded blocks take."""
-        return self.cpu_blocks * self.block_bytes
+        """Bytes of CPU memory that the offloaded blocks take, of all workers together."""
+        return self.cpu_blocks * self.block_bytes * (self.workers or 1)
 
 
 def block_bytes(page_bytes: int, layers: int, block_size_factor: int) -> int:

@@ -242,7 +242,7 @@ class WorkerPort:
 
     def _end(self, reason: str) -> None:
         """Take nothing more; what is under way still lands."""
-        _logger.warning("rank %d: %s", self.rank, reason)
+        _logger.info("rank %d: %s", self.rank, reason)
         self._end_reason = reason
         with self._lock:
             self._worker.withdraw_all()
