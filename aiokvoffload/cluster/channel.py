@@ -81,9 +81,14 @@ class Peer:
         )[0]
         self.has_spoken = False
         self._process = -1
+        self._was_dead = False
         if self.pid:
-            with suppress(OSError):
+            try:
                 self._process = os.pidfd_open(self.pid)
+            except ProcessLookupError:
+                self._was_dead = True  # one forked from it may hold the connection
+            except OSError as exc:
+                _logger.warning("the death of %s will be seen only by the end of its connection: %s", self, exc)
 
     def __str__(self) -> str:
         return f"process {self.pid}" if self.pid else "an unknown process"
@@ -102,7 +107,7 @@ class Peer:
     def is_dead(self) -> bool:
         """Whether the process has ended, as far as can be seen."""
         if self._process < 0:
-            return False
+            return self._was_dead
         watched = select.poll()
         watched.register(self._process, select.POLLIN)
         return bool(watched.poll(0))
@@ -318,11 +323,15 @@ class Channel:
 
 
 def connect(path: Path) -> Peer | None:
-    """Return the scheduler that listens at `path`; None if none does."""
+    """Return the living scheduler that listens at `path`; None if none does."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(os.fspath(path))
     except OSError:
         connection.close()
         return None
-    return Peer(connection)
+    peer = Peer(connection)
+    if peer.is_dead:
+        peer.close()
+        return None
+    return peer

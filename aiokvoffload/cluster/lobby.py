@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from aiokvoffload.clock import Clock
-from aiokvoffload.cluster.channel import Channel, Gone, Inbox, News, Peer, Received
+from aiokvoffload.cluster.channel import Channel, Gone, Inbox, News, Peer, Received, connect
 from aiokvoffload.cluster.messages import Join, Leaving, Refused, Welcome, name_ranks
-from aiokvoffload.cluster.places import EngineLock, boot_id, meeting_directory, socket_path
+from aiokvoffload.cluster.places import EngineLock, boot_id, describe_taken, meeting_directory, socket_path
 from aiokvoffload.errors import ConfigurationError, OffloadError, StateError
 from aiokvoffload.kv_caches import CacheShape
 from aiokvoffload.memory.base import PreparationProgress, PreparationStep, Report
@@ -65,6 +65,10 @@ class Lobby:
         self._boot_id = boot_id()
         meeting_place = meeting_directory(directory)
         path = socket_path(meeting_place, engine_id)
+        # Before the lock file is opened: to close it again would give up the lock of an engine in this process.
+        if (other := connect(path)) is not None:
+            other.close()
+            raise ConfigurationError(describe_taken(engine_id, other.pid))
         self._lock = EngineLock(meeting_place, engine_id)
         try:
             self._channel = Channel(path, self.inbox)

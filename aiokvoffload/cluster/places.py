@@ -11,6 +11,7 @@ from aiokvoffload.errors import ConfigurationError
 from aiokvoffload.memory.region_file import region_path
 
 _MAX_SOCKET_PATH_BYTES = 107
+_PID_LETTERS = 20
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -58,6 +59,9 @@ def boot_id() -> str:
 class EngineLock:
     """Held by the one process that schedules for an engine of this name; goes with the process.
 
+    Two in one process are not told apart here: the system gives such a lock to a process, so that none forked from it
+    keeps it.
+
     Args:
         directory: Where engines meet.
         engine_id: The name.
@@ -75,14 +79,11 @@ class EngineLock:
             except OSError as exc:
                 raise ConfigurationError(f"cannot make {self._path}: {exc}") from exc
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as exc:
-                holder = os.pread(descriptor, 20, 0).decode("ascii", "replace") or "unknown"
+                holder = os.pread(descriptor, _PID_LETTERS, 0).decode("ascii", "replace") or "unknown"
                 os.close(descriptor)
-                raise ConfigurationError(
-                    f"an engine {engine_id!r} is open already, by process {holder} or one forked from it; close it, "
-                    "or use another engine_id"
-                ) from exc
+                raise ConfigurationError(describe_taken(engine_id, holder)) from exc
             if self._is_current(descriptor):
                 self._descriptor = descriptor
             else:
@@ -102,3 +103,8 @@ class EngineLock:
             return os.path.samestat(os.stat(self._path), os.fstat(descriptor))
         except FileNotFoundError:
             return False
+
+
+def describe_taken(engine_id: str, holder: object) -> str:
+    """Return what to say when an engine of that name is open already."""
+    return f"an engine {engine_id!r} is open already, by process {holder}; close it, or use another engine_id"

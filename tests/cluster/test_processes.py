@@ -12,7 +12,8 @@ from child_rig import Child
 from cluster_rig import ENGINE, PATIENCE_SECONDS, Cluster, Rank, Step, poll_until
 
 from aiokvoffload.clock import SystemClock
-from aiokvoffload.errors import ClosedError, RankLostError, StateError
+from aiokvoffload.cluster.places import EngineLock
+from aiokvoffload.errors import ClosedError, ConfigurationError, RankLostError, StateError
 from aiokvoffload.memory.shared import SHARED_MEMORY
 from aiokvoffload.offloader import SyncOffloader
 from aiokvoffload.specs import LookupResult, StoreOutcome
@@ -144,6 +145,40 @@ def test_a_killed_scheduler_ends_its_ranks_and_a_restart_with_the_same_id_works(
     assert not list(SHARED_MEMORY.glob(f"*{ENGINE}*"))
     with Cluster(tmp_path, 1).open() as offloader:
         assert offloader.statistics().fault is None
+    assert nothing_is_left(tmp_path)
+
+
+def test_an_engine_of_another_process_keeps_its_name(tmp_path: Path) -> None:
+    rank = Rank(0, directory=tmp_path)
+    with Child(tmp_path, SCHEDULER) as scheduler:
+        rank.join_soon()
+        scheduler.hear()
+        message = f"an engine 'engine' is open already, by process {scheduler.pid}; close it"
+        with pytest.raises(ConfigurationError, match=message):
+            EngineLock(tmp_path, ENGINE)
+        with pytest.raises(ConfigurationError, match=message), Cluster(tmp_path, 1).context():
+            raise AssertionError("it opened")
+    rank.wait_joined().leave()
+
+
+def test_what_is_forked_from_a_killed_scheduler_keeps_neither_its_name_nor_its_ranks(tmp_path: Path) -> None:
+    rank = Rank(0, directory=tmp_path)
+    forking = """
+    with open_engine(1) as offloader:
+        if os.fork() == 0:
+            say("forked")
+            hear()
+            os._exit(0)
+        threading.Event().wait()
+    """
+    with Child(tmp_path, forking) as scheduler:
+        rank.join_soon()
+        assert scheduler.hear() == "forked"
+        scheduler.kill()
+        assert "has died" in wait_until_ended(rank.wait_joined())
+        rank.leave()
+        with Cluster(tmp_path, 1).open() as offloader:
+            assert offloader.statistics().fault is None
     assert nothing_is_left(tmp_path)
 
 
