@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from aiokvoffload.cluster.messages import FrameError, FrameReader, Message, encode
+from aiokvoffload.cluster.messages import FrameError, FrameReader, Leaving, Message, encode
 from aiokvoffload.devices.bookkeeping import Doorbells
 from aiokvoffload.errors import ConfigurationError
 
@@ -29,6 +29,7 @@ _logger = logging.getLogger(__name__)
 _READ_BYTES = 1 << 16
 _SEND_SECONDS = 5
 """A process that reads nothing for so long is given up."""
+_DYING_SECONDS = 0.5
 _BACKLOG = 256
 _CREDENTIALS = struct.Struct("3i")
 _TIMEVAL = struct.Struct("ll")
@@ -70,6 +71,7 @@ class Peer:
     Attributes:
         pid: Its number; 0 if it lives where it cannot be seen.
         has_spoken: A message has come from it.
+        has_left: Its last message has come.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -79,7 +81,7 @@ class Peer:
         self.pid: int = _CREDENTIALS.unpack(
             connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         )[0]
-        self.has_spoken = False
+        self.has_spoken = self.has_left = False
         self._process = -1
         self._was_dead = False
         if self.pid:
@@ -106,11 +108,15 @@ class Peer:
     @property
     def is_dead(self) -> bool:
         """Whether the process has ended, as far as can be seen."""
+        return self.dies_within(0.0)
+
+    def dies_within(self, timeout_seconds: float) -> bool:
+        """Wait until the process has ended, as far as can be seen, or the timeout; return whether it has."""
         if self._process < 0:
             return self._was_dead
         watched = select.poll()
         watched.register(self._process, select.POLLIN)
-        return bool(watched.poll(0))
+        return bool(watched.poll(1000 * timeout_seconds))
 
     def receive(self) -> list[Message] | None:
         """Return what has arrived, without waiting; None once nothing more will.
@@ -128,6 +134,7 @@ class Peer:
             return None
         messages = list(self._reader.feed(data))
         self.has_spoken = self.has_spoken or bool(messages)
+        self.has_left = self.has_left or any(isinstance(message, Leaving) for message in messages)
         return messages
 
     def send(self, message: Message) -> bool:
@@ -262,7 +269,11 @@ class Channel:
             for key, _ in self._selector.select():
                 if key.data is None:
                     return
-                key.data()
+                try:
+                    key.data()
+                except Exception:
+                    _logger.exception("a fault at the sockets of the engine; one of them is not heard any more")
+                    self._selector.unregister(key.fileobj)
 
     def _accept(self) -> None:
         try:
@@ -282,6 +293,8 @@ class Channel:
 
     def _read(self, peer: Peer) -> bool:
         """Pass on what a peer has sent; return whether there may be more of it."""
+        if peer not in self._peers:
+            return False  # its end was found together with this
         try:
             messages = peer.receive()
         except FrameError as exc:
@@ -290,24 +303,32 @@ class Channel:
         if messages is None:
             self._selector.unregister(peer.connection)
             peer.hang_up()
-            is_dead = peer.process < 0
-            if peer.has_spoken:
-                self._inbox.put(Gone(peer, is_dead))
-            elif not is_dead:
-                self._selector.unregister(peer.process)
-            if is_dead or not peer.has_spoken:
-                self._drop(peer)
+            self._note_end(peer)
             return False
         for message in messages:
             self._inbox.put(Received(peer, message))
         return bool(messages)
+
+    def _note_end(self, peer: Peer) -> None:
+        """Pass on that nothing more will come from a peer that may live on."""
+        can_be_watched = peer.process >= 0
+        if not peer.has_spoken:
+            if can_be_watched:
+                self._selector.unregister(peer.process)
+            self._drop(peer)
+        elif not can_be_watched:
+            self._inbox.put(Gone(peer, is_dead=True))
+            self._drop(peer)
+        elif peer.has_left or not peer.dies_within(_DYING_SECONDS):
+            # The system closes the connections of a killed process a little before it is seen to be dead.
+            self._inbox.put(Gone(peer, is_dead=False))
 
     def _bury(self, peer: Peer) -> None:
         """Pass on the last words of a process that has ended, and that it has."""
         while self._hears(peer) and self._read(peer):
             pass
         if peer not in self._peers:
-            return
+            return  # it never spoke
         self._selector.unregister(peer.process)
         if self._hears(peer):  # a process forked from it holds the connection
             self._selector.unregister(peer.connection)

@@ -101,7 +101,15 @@ def join_offloader(
         with ExitStack() as unfinished:
             unfinished.push(partial(_give_up, admission))
             welcome = admission.ask(
-                join_of(slots.shape, rank, world_size=world_size, dtype=dtype, layout=layout, boot_id=boot_id())
+                join_of(
+                    slots.shape,
+                    rank,
+                    world_size=world_size,
+                    dtype=dtype,
+                    layout=layout,
+                    has_compute_stream=stream is not None,
+                    boot_id=boot_id(),
+                )
             )
             memory = SharedOffloadRegion(
                 welcome.engine,

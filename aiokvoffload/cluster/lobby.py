@@ -34,6 +34,12 @@ class Lobby:
         layout: How a page is laid out; by default what the ranks agree on.
         directory: Where sockets are; see `meeting_directory`.
 
+    Attributes:
+        engine: Names this opening of the engine.
+        inbox: What the ranks say.
+        members: Those that have joined.
+        can_fence: Whether all of them have named a compute stream.
+
     Raises:
         ConfigurationError: The name is taken or no name, or the world has no rank.
     """
@@ -57,6 +63,7 @@ class Lobby:
         self.world_size = world_size
         self.inbox = Inbox()
         self.members: dict[int, Peer] = {}
+        self.can_fence = True
         self._clock = clock
         self._join_seconds = join_seconds
         self._cache = cache
@@ -169,6 +176,7 @@ class Lobby:
             peer.send(Refused(f"rank {join.rank} has joined already: {self.members[join.rank]}"))
         else:
             self.members[join.rank] = peer
+            self.can_fence = self.can_fence and join.has_compute_stream
             self._compare(join)
 
     def _compare(self, join: Join) -> None:

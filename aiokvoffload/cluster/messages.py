@@ -59,6 +59,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
         block_size_factor: GPU blocks per offloaded block.
         dtype: Element type of its KV cache, as the engine names it.
         layout: How a page is laid out, in the engine's words.
+        has_compute_stream: Whether fences can hold its engine back.
         boot_id: The machine, since it was started.
     """
 
@@ -70,6 +71,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     block_size_factor: int
     dtype: str
     layout: str
+    has_compute_stream: bool
     boot_id: str
 
     def cache(self) -> CacheShape:
@@ -157,7 +159,16 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
 
 
-def join_of(cache: CacheShape, rank: int, *, world_size: int | None, dtype: str, layout: str, boot_id: str) -> Join:
+def join_of(
+    cache: CacheShape,
+    rank: int,
+    *,
+    world_size: int | None = None,
+    dtype: str = "",
+    layout: str = "",
+    has_compute_stream: bool = True,
+    boot_id: str = "",
+) -> Join:
     """Return what a rank with that KV cache says first."""
     return Join(
         rank=rank,
@@ -171,6 +182,7 @@ def join_of(cache: CacheShape, rank: int, *, world_size: int | None, dtype: str,
         block_size_factor=cache.block_size_factor,
         dtype=dtype,
         layout=layout,
+        has_compute_stream=has_compute_stream,
         boot_id=boot_id,
     )
 

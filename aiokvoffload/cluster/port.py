@@ -109,10 +109,10 @@ class WorkerPort:
         batch = decode_batch(jobs)
         self._check_turn(batch)
         with self._lock:
-            self._last_batch_number = batch.number
             needs_compute = any(job.waits_for_compute for job in batch.jobs)
             # One event for all, before any fence: a store need not wait for loads of its own step.
             after = self._worker.event_after(None) if needs_compute else None
+            self._last_batch_number = batch.number
             for job in batch.jobs:
                 if job.is_load or self._stores:
                     self._start(job, after if job.waits_for_compute else None)
@@ -188,6 +188,14 @@ class WorkerPort:
     # In the port's thread
 
     def _run(self) -> None:
+        try:
+            self._poll_until_stopped()
+        except Exception:
+            _logger.exception("the worker port of rank %d has failed", self.rank)
+            self._end_reason = "its port has failed, see the log"
+            self._scheduler.hang_up()
+
+    def _poll_until_stopped(self) -> None:
         pace = Pace(has_doorbell=self._silence is not None)
         scheduler = [source for source in (self._scheduler.connection.fileno(), self._scheduler.process) if source >= 0]
         with selectors.DefaultSelector() as selector:

@@ -11,7 +11,7 @@ from aiokvoffload.cluster.channel import Gone, Inbox, News, Peer, Received
 from aiokvoffload.cluster.jobs import Job, encode_batch
 from aiokvoffload.cluster.messages import Fault, Join, Landing, Landings, Leaving, Refused, name_ranks
 from aiokvoffload.devices.base import Direction, Event
-from aiokvoffload.errors import ConfigurationError, DeviceError, InvalidRequestError, RankLostError
+from aiokvoffload.errors import ConfigurationError, DeviceError, InvalidRequestError, RankLostError, StateError
 from aiokvoffload.kv_caches import CacheShape
 from aiokvoffload.transfers.base import ALREADY_DONE, After, Transfer, TransferState, TransferWorker
 
@@ -42,6 +42,7 @@ class ClusterWorker(TransferWorker):
             handed out this long after it was submitted has failed.
         is_replicated: All ranks hold the same bytes: all load them, rank 0 stores them.
         on_lost_rank: What a lost rank means.
+        can_fence: Whether all ranks have named a compute stream.
         close_channel: Called once, by `close`.
 
     Attributes:
@@ -64,6 +65,7 @@ class ClusterWorker(TransferWorker):
         landing_seconds: float,
         is_replicated: bool = False,
         on_lost_rank: OnLostRank = "miss",
+        can_fence: bool = True,
         close_channel: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
@@ -77,6 +79,7 @@ class ClusterWorker(TransferWorker):
         self._landing_seconds = landing_seconds
         self._is_replicated = is_replicated
         self._on_lost_rank = on_lost_rank
+        self._can_fence = can_fence
         self._close_channel = close_channel
         self._compute_streams = _ComputeStreams()
         self._block_bytes = [sum(page_bytes) for page_bytes in cache.group_page_bytes]
@@ -141,6 +144,10 @@ class ClusterWorker(TransferWorker):
 
     def fence(self, transfer: Transfer) -> None:
         """Let the steps from the one on that carries the next `take_jobs` run after a transfer, on every rank."""
+        if not self._can_fence:
+            raise StateError(
+                "a rank has joined without a compute stream, so nothing can be held back there; wait instead"
+            )
         self._fences[transfer.job_id] = transfer
         if transfer.state is TransferState.QUEUED:
             self._urgent.add(transfer.job_id)
@@ -190,8 +197,7 @@ class ClusterWorker(TransferWorker):
             for transfer in list(self._queued.values()):
                 self._fail(transfer, self._describe_lost())
         if self._faults:
-            faults, self._faults = self._faults, []
-            raise faults[0]
+            raise self._faults.pop(0)
         finished, self._finished = self._finished, []
         return finished
 
@@ -267,7 +273,7 @@ class ClusterWorker(TransferWorker):
                 if is_drained:
                     self._give_up_on(rank)
             case Gone(peer, is_dead):
-                what = "has died" if is_dead or peer.is_dead else "has closed its connection"
+                what = "has died" if is_dead else "has closed its connection without a word"
                 self._lose(rank, f"rank {rank} ({peer}) {what}")
                 if is_dead:
                     self._give_up_on(rank)

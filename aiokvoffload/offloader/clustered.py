@@ -191,6 +191,7 @@ class ClusterOpening:
                 landing_seconds=options.deadlines.landing_seconds,
                 is_replicated=options.is_replicated,
                 on_lost_rank=options.on_lost_rank,
+                can_fence=lobby.can_fence,
                 close_channel=lobby.close,
             ),
             identity=identity,

@@ -10,7 +10,7 @@ import pytest
 from cluster_rig import BLOCK_BYTES, PATIENCE_SECONDS, Cluster, poll_until
 
 from aiokvoffload.clock import SystemClock
-from aiokvoffload.devices.base import Direction
+from aiokvoffload.devices.base import Direction, Event
 from aiokvoffload.errors import (
     BlocksInFlightError,
     ClosedError,
@@ -28,6 +28,11 @@ from aiokvoffload.testing.asserts import assert_idle
 
 def states(offloader: OffloaderMachine, keys: list[Any]) -> list[LookupResult]:
     return list(offloader.manager.lookup_nowait(keys))
+
+
+def assert_nothing_is_held(offloader: OffloaderMachine) -> None:
+    manager = offloader.statistics().manager
+    assert (manager.pinned, manager.writing, manager.leased_without_key) == (0, 0, 0)
 
 
 def store(cluster: Cluster, offloader: Any, blocks: list[int]) -> list[Any]:
@@ -248,6 +253,25 @@ def test_replicated_blocks_are_stored_by_rank_0_and_loaded_by_all(tmp_path: Path
         assert offloader.statistics().stored_bytes == 2 * BLOCK_BYTES
 
 
+def test_a_tier_holds_the_blocks_of_all_ranks(tmp_path: Path) -> None:
+    tier = f"file://{tmp_path}/tier?capacity=1MiB"
+    cluster = Cluster(tmp_path / "meeting", clock=SystemClock(), tiers=[tier])
+    with cluster.open() as offloader:
+        cluster.write([0, 1])
+        keys = store(cluster, offloader, [0, 1])
+        poll_until(offloader, lambda: offloader.manager.is_at_rest)
+        offloader.reset()
+        assert offloader.statistics().manager.ready == 0
+        ticket = offloader.prepare_load(keys)
+        poll_until(offloader, lambda: ticket.result is not LookupResult.PENDING)
+        assert ticket.token_count == 8
+        handle = ticket.start([5, 6])
+        cluster.step(offloader)
+        cluster.land()
+        assert handle.wait(timeout_seconds=PATIENCE_SECONDS).success
+        assert cluster.holds([5, 6]) == [True, True]
+
+
 def test_a_blocking_call_that_nobody_could_serve_is_refused(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     with cluster.open() as offloader:
@@ -327,8 +351,7 @@ def test_a_rank_that_leaves_in_order_means_misses_and_refusals(tmp_path: Path) -
         assert offloader.prepare_load(keys).result is LookupResult.MISS
         assert offloader.store_soon(keys, [0, 1]).outcomes == (StoreOutcome.REFUSED,) * 2
         assert offloader.take_jobs() == b""
-        manager = offloader.statistics().manager
-        assert (manager.pinned, manager.leased_without_key) == (0, 0)
+        assert_nothing_is_held(offloader)
 
 
 def test_a_rank_that_leaves_ends_the_offloader_where_that_was_asked_for(tmp_path: Path) -> None:
@@ -397,6 +420,56 @@ def test_jobs_that_a_rank_cannot_do_fail_there_and_are_reported(tmp_path: Path) 
         result = handle.wait(timeout_seconds=PATIENCE_SECONDS)
         assert not result.success
         assert "rank 1: no descriptors left" in str(result.error)
+
+
+def test_a_fault_inside_a_rank_is_told_by_the_scheduler_and_the_rest_goes_on(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    with cluster.open() as offloader:
+        keys = offloader.keys(range(4))
+        handle = offloader.store_soon(keys, [0])
+        cluster.step(offloader)
+        device = cluster.ranks[1].device
+        is_done = device.is_done
+
+        def fail(event: Event) -> bool:
+            raise RuntimeError("the driver is confused")
+
+        device.is_done = fail  # type: ignore[method-assign]
+        cluster.land()
+        poll_until(offloader, lambda: offloader.statistics().fault is not None)
+        message = "DeviceError: a fault inside rank 1: RuntimeError: the driver is confused"
+        assert offloader.statistics().fault == message
+        device.is_done = is_done  # type: ignore[method-assign]
+        cluster.ranks[1].port._wake_up.ring()
+        poll_until(offloader, lambda: handle.is_idle)
+        assert offloader.prepare_load(keys).result is LookupResult.MISS
+        assert_nothing_is_held(offloader)
+
+
+def test_a_rank_that_only_falls_silent_may_still_copy_so_its_slots_stay_leased(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    with cluster.open() as offloader:
+        handle = offloader.store_soon(offloader.keys(range(4)), [0])
+        cluster.step(offloader)
+        cluster.land(0)
+        cluster.ranks[1].port._scheduler.hang_up()
+        poll_until(offloader, lambda: offloader.statistics().fault is not None)
+        assert "has closed its connection without a word" in str(offloader.statistics().fault)
+        assert not handle.is_idle
+        assert offloader.statistics().manager.writing == 1
+        with pytest.raises(BlocksInFlightError, match="GPU blocks 0"):
+            offloader.close(drain_seconds=0.01)
+
+
+def test_a_fence_needs_a_compute_stream_on_every_rank(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, rank_options=lambda rank: {"compute_stream": None} if rank else {})
+    with cluster.open() as offloader:
+        handle = offloader.store_soon(offloader.keys(range(4)), [0])
+        with pytest.raises(StateError, match="a rank has joined without a compute stream"):
+            handle.fence()
+        cluster.step(offloader)
+        cluster.land()
+        assert handle.wait(timeout_seconds=PATIENCE_SECONDS).success
 
 
 def test_take_jobs_is_for_engines_of_several_processes() -> None:

@@ -138,7 +138,7 @@ def test_strangers_are_refused_alone(tmp_path: Path) -> None:
     def join(rank: int, boot_id: str = "") -> str:
         admission = Admission(ENGINE, rank, SystemClock(), PATIENCE_SECONDS, tmp_path)
         with pytest.raises(ConfigurationError, match="is refused") as caught:
-            admission.ask(join_of(shape, rank, world_size=None, dtype="", layout="", boot_id=boot_id))
+            admission.ask(join_of(shape, rank, boot_id=boot_id))
         admission.scheduler.close()
         return str(caught.value)
 
@@ -156,7 +156,7 @@ def test_strangers_are_refused_alone(tmp_path: Path) -> None:
         assert "it runs on another host" in found[1]
         peer = connect(tmp_path / f"{ENGINE}.socket")
         assert peer is not None
-        peer.send(join_of(shape, 0, world_size=None, dtype="", layout="", boot_id=""))
+        peer.send(join_of(shape, 0))
         poll_until(offloader, lambda: bool(answer := peer.receive()) and "has started already" in str(answer))
         peer.close()
         assert offloader.statistics().fault is None

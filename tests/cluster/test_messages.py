@@ -31,7 +31,7 @@ CACHE = CacheShape(
     groups=(KVGroup(16, [0, 2]), KVGroup(32, [1], "window", 100)), block_count=7, group_page_bytes=((8, 16), (24,))
 )
 MESSAGES: list[Message] = [
-    join_of(CACHE, 1, world_size=2, dtype="bfloat16", layout="", boot_id="b"),
+    join_of(CACHE, 1, world_size=2, dtype="bfloat16", boot_id="b"),
     Welcome("engine-1", 2, 100, False, 30.0),
     Refused("no"),
     Landings((Landing(1, 64, 0.5, None), Landing(2, 0, 0.0, "broken")), 3),
