@@ -13,15 +13,8 @@ nox.options.default_venv_backend = "virtualenv"
 TORCH = "torch==2.13.0"
 LINT = ["ruff>=0.9", "import-linter>=2.1"]
 TYPES = ["mypy>=1.14"]
-TESTS = [
-    "pytest>=8.3",
-    "pytest-asyncio>=1.0",
-    "pytest-timeout>=2.3",
-    "hypothesis>=6.100",
-    "trio>=0.26",
-    "rich>=13",
-    "msgspec>=0.18",
-]
+TESTS = ["pytest>=8.3", "pytest-asyncio>=1.0", "pytest-timeout>=2.3", "hypothesis>=6.100", "trio>=0.26"]
+TESTED_EXTRAS = ".[cli,cluster,plot]"
 
 
 @nox.session
@@ -38,7 +31,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Check types, strictly, of package and tests."""
     session.install(TORCH)
-    session.install(*TYPES, *TESTS, "nox", "-e", ".")
+    session.install(*TYPES, *TESTS, "nox", "-e", TESTED_EXTRAS)
     session.run("mypy")
 
 
@@ -46,5 +39,5 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run the tests; arguments after `--` go to pytest."""
     session.install(TORCH)
-    session.install(*TESTS, "-e", ".")
+    session.install(*TESTS, "-e", TESTED_EXTRAS)
     session.run("pytest", *session.posargs)

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from aiokvoffload.kv_caches import CanonicalKVCaches, KVGroup
     from aiokvoffload.managers.cpu import CPUOffloadingManager
     from aiokvoffload.managers.reuse import FilterReusedOffloadingManager
+    from aiokvoffload.managers.tier_plan import TierPlan
+    from aiokvoffload.managers.tiered import TieredOffloadingManager
     from aiokvoffload.offloader import (
         ALREADY_DONE,
         Deadlines,
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
         TierFilter,
         TransferResult,
     )
+    from aiokvoffload.tiers.opening import open_tier
 
 __all__ = [
     "ALREADY_DONE",
@@ -89,6 +92,8 @@ __all__ = [
     "SyncOffloader",
     "SystemClock",
     "TierFilter",
+    "TierPlan",
+    "TieredOffloadingManager",
     "TraceError",
     "TransferHandle",
     "TransferResult",
@@ -98,6 +103,7 @@ __all__ = [
     "make_offload_key",
     "offload_keys",
     "open_offloader",
+    "open_tier",
 ]
 
 _NAMES_OF = {
@@ -110,10 +116,13 @@ _NAMES_OF = {
     "kv_caches": "CanonicalKVCaches KVGroup",
     "managers.cpu": "CPUOffloadingManager",
     "managers.reuse": "FilterReusedOffloadingManager",
+    "managers.tier_plan": "TierPlan",
+    "managers.tiered": "TieredOffloadingManager",
     "offloader": "ALREADY_DONE Deadlines LoadTicket Offloader "
     "OffloaderStatistics SyncOffloader TransferHandle open_offloader",
     "specs": "CPULoadStoreSpec Completion GPULoadStoreSpec LookupResult PrepareLoadOutput "
     "PrepareStoreOutput ReqContext StoreOutcome TierFilter TransferResult",
+    "tiers.opening": "open_tier",
 }
 _HOME_OF = {name: home for home, names in _NAMES_OF.items() for name in names.split()}
 

@@ -31,15 +31,15 @@ def running_loop() -> object | None:
         return None
 
 
-def soon_in_running_loop(callback: Callable[[], object]) -> Callable[[], None]:
-    """Return what makes the running event loop call `callback` soon, from any thread; nothing once it has ended."""
+def caller_from_threads() -> Callable[[Callable[[], object]], None]:
+    """Return what lets any thread have something called in the running event loop, soon; once that has ended, never."""
     if is_trio():
         import trio
 
         token = trio.lowlevel.current_trio_token()
-        return lambda: _ignoring(trio.RunFinishedError, lambda: token.run_sync_soon(callback))
+        return lambda call: _ignoring(trio.RunFinishedError, lambda: token.run_sync_soon(call))
     loop = asyncio.get_running_loop()
-    return lambda: _ignoring(RuntimeError, lambda: loop.call_soon_threadsafe(callback))
+    return lambda call: _ignoring(RuntimeError, lambda: loop.call_soon_threadsafe(call))
 
 
 def _ignoring(error: type[Exception], call: Callable[[], object]) -> None:

@@ -7,18 +7,20 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 from aiokvoffload.cli.options import (
     DEFAULT_CONCURRENCY,
     DEFAULT_CPU_BLOCKS,
     DEFAULT_SWEEP_PERCENTS,
     WORD_BYTES,
+    CascadeWait,
     ReplayOptions,
     SweepOptions,
     block_bytes,
 )
 from aiokvoffload.errors import ConfigurationError
+from aiokvoffload.specs import Placement
 from aiokvoffload.units import parse_byte_size
 
 PROGRAM = "aiokvoffload"
@@ -51,6 +53,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> ReplayOptions:
     )
     _add_replay_options(replay)
     commands.add_parser("bench", help="measure what the library costs; see bench --help", add_help=False)
+    commands.add_parser("tier", help="look at the storage of a tier; see tier --help", add_help=False)
     return _replay_options(replay, program.parse_args(arguments))
 
 
@@ -101,7 +104,30 @@ def _add_replay_options(parser: argparse.ArgumentParser) -> None:
         "--cpu-bytes", metavar="SIZE", type=_size, help="the same in bytes, such as 64MiB, 1GB or 1048576"
     )
     cache.add_argument(
-        "--gpu-blocks", metavar="N", type=_integer(1), help="GPU blocks (default: enough for --concurrency)"
+        "--gpu-blocks",
+        metavar="N",
+        type=_integer(1),
+        help="blocks of a GPU with prefix caching above CPU memory (default: each request finds the GPU empty)",
+    )
+    cache.add_argument(
+        "--placement",
+        choices=get_args(Placement),
+        default=_DEFAULTS.placement,
+        help="inclusive: computed blocks are stored at once; exclusive: blocks are stored when the GPU gives them up, "
+        "and loading takes them along; needs --gpu-blocks (default %(default)s)",
+    )
+    cache.add_argument(
+        "--tier",
+        metavar="URL",
+        action="append",
+        help="a tier below CPU memory, such as file:///var/cache/kv?capacity=10GiB; may be given several times, the "
+        "fastest first",
+    )
+    cache.add_argument(
+        "--cascade",
+        choices=get_args(CascadeWait),
+        default=_DEFAULTS.cascade,
+        help="whether a request waits until its blocks are written to the tiers (default %(default)s)",
     )
     cache.add_argument(
         "--page-bytes",
@@ -137,7 +163,7 @@ def _add_replay_options(parser: argparse.ArgumentParser) -> None:
         "--policies",
         metavar="NAME,...",
         type=_names,
-        help="policies of the sweep (default: all that are known)",
+        help="policies of the sweep; lru+2 is lru behind a reuse filter of 2 (default: all that are known, and lru+2)",
     )
     sweep.add_argument(
         "--capacities",
@@ -150,6 +176,16 @@ def _add_replay_options(parser: argparse.ArgumentParser) -> None:
         "--plot", metavar="FILE", type=Path, help="draw the curves of the sweep, such as into curves.png"
     )
     run = parser.add_argument_group("run")
+    run.add_argument(
+        "--restart-after", metavar="N", type=_integer(1), help="close everything after N requests, and open it again"
+    )
+    run.add_argument(
+        "--engines",
+        metavar="N",
+        type=_integer(1),
+        default=_DEFAULTS.engines,
+        help="engines in processes of their own that share the requests and the tiers (default %(default)s)",
+    )
     run.add_argument(
         "--corrupt",
         metavar="N",
@@ -200,7 +236,7 @@ def _replay_options(parser: argparse.ArgumentParser, found: argparse.Namespace) 
     elif not found.no_data:
         parser.error("--sweep moves no bytes; give --no-data too")
     elif found.store_threshold:
-        parser.error("--store-threshold cannot be used with --sweep")
+        parser.error("--store-threshold cannot be used with --sweep; give --policies lru+2")
     cpu_blocks = found.cpu_blocks or DEFAULT_CPU_BLOCKS
     if found.cpu_bytes is not None:
         needed_bytes = block_bytes(found.page_bytes, found.layers, found.block_size_factor) * (found.workers or 1)
@@ -216,6 +252,11 @@ def _replay_options(parser: argparse.ArgumentParser, found: argparse.Namespace) 
             policy=found.policy,
             cpu_blocks=cpu_blocks,
             gpu_blocks=found.gpu_blocks,
+            placement=found.placement,
+            tiers=tuple(found.tier or ()),
+            cascade=found.cascade,
+            restart_after=found.restart_after,
+            engines=found.engines,
             page_bytes=found.page_bytes,
             layers=found.layers,
             block_size_factor=found.block_size_factor,

@@ -12,6 +12,7 @@ import torch
 
 from aiokvoffload.cli.options import ReplayOptions
 from aiokvoffload.cli.pattern import BlockPattern, seeds_of
+from aiokvoffload.cli.prefix_cache import Grant, PrefixCache
 from aiokvoffload.devices.base import SimulatedDevice, Stream
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.managers.base import OffloadingManager
@@ -22,42 +23,42 @@ from aiokvoffload.testing.order import OrderChecker
 class _Turn:
     """A place in the line for GPU blocks."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.blocks: list[int] = []
+    def __init__(self, hashes: Sequence[bytes]) -> None:
+        self.hashes = hashes
+        self.grant: Grant | None = None
         self.has_come = anyio.Event()
 
 
 class BlockPool:
-    """GPU blocks, handed out in the order in which they are asked for, the last returned one first.
+    """GPU blocks, handed out in the order in which they are asked for.
 
     Args:
-        block_count: How many there are.
+        cache: Knows which blocks can be had.
     """
 
-    def __init__(self, block_count: int) -> None:
-        self._free = list(range(block_count))
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
         self._line: deque[_Turn] = deque()
 
-    async def take(self, count: int) -> list[int]:
-        """Wait for `count` blocks, no more than there are in all, and take them."""
-        turn = _Turn(count)
+    async def take(self, hashes: Sequence[bytes]) -> Grant:
+        """Wait for a block per hash, no more than there are in all, and take them."""
+        turn = _Turn(hashes)
         self._line.append(turn)
         self._serve()
         await turn.has_come.wait()
-        return turn.blocks
+        if turn.grant is None:
+            raise RuntimeError("a turn for GPU blocks has come without any")
+        return turn.grant
 
-    def give_back(self, blocks: Sequence[int]) -> None:
-        """Make blocks free."""
-        self._free.extend(blocks)
+    def give_back(self, grant: Grant) -> None:
+        """Make the blocks of a request free, or idle where their content is cached."""
+        self._cache.release(grant)
         self._serve()
 
     def _serve(self) -> None:
-        while self._line and self._line[0].count <= len(self._free):
+        while self._line and (grant := self._cache.take(self._line[0].hashes)) is not None:
             turn = self._line.popleft()
-            kept = len(self._free) - turn.count
-            turn.blocks = self._free[kept:]
-            del self._free[kept:]
+            turn.grant = grant
             turn.has_come.set()
 
 
@@ -84,7 +85,7 @@ class SimulatedGpu:
                 device.watch(name, layer.data_ptr(), block_count, options.page_bytes)
 
     def step(self, loaded: dict[int, bytes], computed: dict[int, bytes]) -> None:
-        """Launch what an engine does in a step: read the blocks that were loaded, write those that are computed.
+        """Launch what an engine does in a step: read the blocks of the prefix, write those that are computed.
 
         Args:
             loaded: Hash of each GPU block to read and check.

@@ -18,9 +18,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         if arguments[:1] == ["bench"]:
-            from aiokvoffload.cli.bench import run_bench
+            from aiokvoffload.cli.bench.command import run_bench
 
             return run_bench(arguments[1:])
+        if arguments[:1] == ["tier"]:
+            from aiokvoffload.cli.tier import run_tier
+
+            return run_tier(arguments[1:])
         options = parse_arguments(arguments)
         if options.sweep is not None:
             return _sweep(options)

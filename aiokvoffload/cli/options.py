@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Literal
 
 from aiokvoffload.errors import ConfigurationError
+from aiokvoffload.specs import Placement, check_placement
 
 Backend = Literal["asyncio", "trio"]
+CascadeWait = Literal["background", "wait"]
 
 WORD_BYTES = 8
 DEFAULT_CPU_BLOCKS = 1024
@@ -52,7 +54,12 @@ class ReplayOptions:
         limit: Replay only so many requests.
         policy: Name of the eviction policy, or `module:Class`; whether it exists is for the registry to say.
         cpu_blocks: Offloaded blocks that CPU memory holds.
-        gpu_blocks: GPU blocks; None takes what the concurrent requests need at most.
+        gpu_blocks: Blocks of the GPU level, a prefix cache; None is no such level: each request finds the GPU empty.
+        placement: Whether CPU memory also holds what the GPU level holds.
+        tiers: URLs of tiers below CPU memory, the fastest first.
+        cascade: Whether a request ends only when its blocks are written to the tiers.
+        restart_after: Close everything after so many requests, and open it again.
+        engines: Engines that share the requests and the tiers, each in a process of its own.
         page_bytes: Bytes of a GPU block in one layer.
         layers: Layers of the KV cache.
         block_size_factor: GPU blocks per offloaded block.
@@ -76,6 +83,11 @@ class ReplayOptions:
     policy: str = "lru"
     cpu_blocks: int = DEFAULT_CPU_BLOCKS
     gpu_blocks: int | None = None
+    placement: Placement = "inclusive"
+    tiers: tuple[str, ...] = ()
+    cascade: CascadeWait = "background"
+    restart_after: int | None = None
+    engines: int = 1
     page_bytes: int = 1024
     layers: int = 4
     block_size_factor: int = 1
@@ -93,7 +105,17 @@ class ReplayOptions:
     def __post_init__(self) -> None:
         if not self.policy.strip():
             raise ConfigurationError("policy is empty; name an eviction policy, such as lru")
-        for name in ("limit", "cpu_blocks", "gpu_blocks", "layers", "block_size_factor", "concurrency", "workers"):
+        for name in (
+            "limit",
+            "cpu_blocks",
+            "gpu_blocks",
+            "layers",
+            "block_size_factor",
+            "concurrency",
+            "restart_after",
+            "engines",
+            "workers",
+        ):
             _require(name, getattr(self, name), at_least=1)
         for name in ("store_threshold", "seed", "corrupt"):
             _require(name, getattr(self, name), at_least=0)
@@ -103,12 +125,27 @@ class ReplayOptions:
             raise ConfigurationError(
                 f"gpu_blocks is {self.gpu_blocks}, but one offloaded block is {self.block_size_factor} GPU blocks"
             )
+        check_placement(self.placement, self.block_size_factor)
+        if self.placement == "exclusive" and self.gpu_blocks is None:
+            raise ConfigurationError(
+                "exclusive placement needs a level above: give --gpu-blocks, the size of the GPU's"
+            )
         if self.corrupt and not self.with_data:
             raise ConfigurationError("without data there are no bytes to corrupt")
         if self.workers is not None and not self.with_data:
             raise ConfigurationError("without data there is nothing for workers to do")
+        if self.workers is not None and (
+            self.placement == "exclusive" or self.engines > 1 or self.restart_after is not None
+        ):
+            raise ConfigurationError("workers replay one engine with inclusive placement, from start to end")
+        if self.tiers and not self.with_data:
+            raise ConfigurationError("without data there is nothing to put into a tier")
+        if not self.tiers and (self.cascade == "wait" or self.engines > 1):
+            raise ConfigurationError("cascade and engines are about tiers; give --tier")
         if self.sweep is not None and self.with_data:
             raise ConfigurationError("a sweep moves no bytes; replay without data")
+        if self.sweep is not None and self.gpu_blocks is not None:
+            raise ConfigurationError("a sweep has no GPU level; leave --gpu-blocks out")
 
     @property
     def block_bytes(self) -> int:
@@ -119,6 +156,18 @@ class ReplayOptions:
     def cpu_bytes(self) -> int:
         """Bytes of CPU memory that the offloaded blocks take, of all workers together."""
         return self.cpu_blocks * self.block_bytes * (self.workers or 1)
+
+
+def require_room(longest: int, gpu_blocks: int) -> None:
+    """Refuse a GPU that is too small for the longest request.
+
+    Raises:
+        ConfigurationError: It is.
+    """
+    if longest > gpu_blocks:
+        raise ConfigurationError(
+            f"a request needs {longest} GPU blocks, but there are {gpu_blocks}; use --gpu-blocks {longest} or more"
+        )
 
 
 def block_bytes(page_bytes: int, layers: int, block_size_factor: int) -> int:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial, reduce
+from multiprocessing import get_context
 
 import anyio
 
 from aiokvoffload.cli.gpu import BlockPool, Corruption, SimulatedGpu
-from aiokvoffload.cli.options import ReplayOptions
-from aiokvoffload.cli.report import ReplayReport, progress
+from aiokvoffload.cli.options import ReplayOptions, require_room
+from aiokvoffload.cli.prefix_cache import Grant, PrefixCache
+from aiokvoffload.cli.report import GpuLevelReport, ReplayReport, TierReport, progress
 from aiokvoffload.cli.requests import gpu_hashes_of, keys_of, requests_of
 from aiokvoffload.cli.stall import DurationHistogram, LoopStallMeter
 from aiokvoffload.cli.trace import TRACE_BLOCK_TOKENS, TraceRequest
 from aiokvoffload.clock import SystemClock
 from aiokvoffload.devices.base import SimulatedDevice
 from aiokvoffload.devices.host import HostDevice
-from aiokvoffload.errors import ConfigurationError
+from aiokvoffload.keys import CacheIdentity
 from aiokvoffload.kv_caches import CanonicalKVCaches
-from aiokvoffload.offloader import Offloader, open_offloader
+from aiokvoffload.offloader import Offloader, TransferHandle, open_offloader
 from aiokvoffload.specs import LookupResult, ReqContext
 from aiokvoffload.testing.order import OrderChecker
 
@@ -43,19 +48,17 @@ class Replay:
         self._requests = requests
         longest = max(len(request.hash_ids) for request in requests)
         block_count = options.gpu_blocks or max(options.block_size_factor, options.concurrency * longest)
-        if longest > block_count:
-            raise ConfigurationError(
-                f"a request needs {longest} GPU blocks, but there are {block_count}; use --gpu-blocks {longest} or more"
-            )
+        require_room(longest, block_count)
         self._clock = SystemClock()
         self._device = device or HostDevice()
         if options.check_order:
             self._device = OrderChecker(self._device)
         self._gpu = SimulatedGpu(options, block_count, self._device)
-        self._pool = BlockPool(block_count)
+        self._cache = PrefixCache(block_count, is_caching=options.gpu_blocks is not None)
+        self._pool = BlockPool(self._cache)
         self._corruption = Corruption(options.corrupt, options.seed)
         self._load_waits = DurationHistogram()
-        self._looked_up = self._hits = 0
+        self._looked_up = self._hits = self._gpu_hits = 0
 
     async def run(self) -> ReplayReport:
         """Replay all requests and return what was found."""
@@ -66,8 +69,11 @@ class Replay:
             caches,
             cpu_bytes=options.cpu_bytes,
             block_size_factor=options.block_size_factor,
+            identity=CacheIdentity(model="aiokvoffload replay"),
             policy=options.policy,
+            placement=options.placement,
             store_threshold=options.store_threshold,
+            tiers=options.tiers,
             device=self._device,
             compute_stream=self._gpu.compute_stream,
             clock=self._clock,
@@ -84,6 +90,7 @@ class Replay:
                     for _ in range(options.concurrency):
                         tasks.start_soon(self._serve, offloader, arrivals, advance)
             self._device.synchronize(self._device.record(self._gpu.compute_stream), offloader.deadlines.landing_seconds)
+            await offloader.wait_written()
             statistics = offloader.statistics()
         self._device.close()
         return ReplayReport(
@@ -92,6 +99,7 @@ class Replay:
             requests=len(self._requests),
             blocks_looked_up=self._looked_up,
             blocks_hit=self._hits,
+            gpu_level=GpuLevelReport.of(options, self._gpu_hits),
             bytes_stored=statistics.stored_bytes,
             bytes_loaded=statistics.loaded_bytes,
             store_gigabytes_per_second=bandwidth(statistics.stored_bytes, statistics.store_seconds),
@@ -107,6 +115,7 @@ class Replay:
             left_pinned=statistics.manager.pinned,
             left_leased=statistics.manager.writing + statistics.manager.leased_without_key,
             seconds=self._clock.now() - started,
+            tiers=tuple(map(TierReport.of, statistics.tiers)),
         )
 
     async def _serve(
@@ -120,32 +129,46 @@ class Replay:
             advance(1)
 
     async def _serve_one(self, offloader: Offloader, ctx: ReqContext, request: TraceRequest) -> None:
-        """Load what hits, compute the rest, store it, and give the GPU blocks back."""
+        """Load what hits below the GPU, compute the rest, store what must be stored, and give the GPU blocks back."""
         factor = self._options.block_size_factor
         hashes = gpu_hashes_of(request)
         keys = keys_of(hashes, factor)
         self._looked_up += len(hashes)
         self._corruption.strike(offloader.manager, offloader.memory, keys)
+        grant = await self._pool.take(hashes)
+        hit_count = grant.hit_count
         asked = self._clock.now()
-        with offloader.prepare_load(keys, ctx) as ticket:
+        with offloader.prepare_load(keys, ctx, resident_tokens=hit_count * TRACE_BLOCK_TOKENS) as ticket:
+            demotion = self._demote(offloader, grant)  # what this request is about to load is pinned by now
             await ticket.ready()
-            waited = self._clock.now() - asked
-            blocks = await self._pool.take(len(hashes))
-            hit_count = 0
             if ticket.result is LookupResult.HIT:
-                started = self._clock.now()
-                result = await ticket.start(blocks[: sum(ticket.group_sizes)])
-                hit_count = result.token_count // TRACE_BLOCK_TOKENS
-                self._load_waits.record(waited + self._clock.now() - started)
+                (size,), (first,) = ticket.group_sizes, ticket.block_indices
+                result = await ticket.start(grant.blocks[first : first + size])
+                hit_count = max(hit_count, result.token_count // TRACE_BLOCK_TOKENS)
+                self._load_waits.record(self._clock.now() - asked)
+        self._gpu_hits += grant.hit_count
         self._hits += hit_count
-        content = dict(zip(blocks, hashes, strict=True))
-        self._gpu.step(
-            {block: content[block] for block in blocks[:hit_count]},
-            {block: content[block] for block in blocks[hit_count:]},
-        )
-        first = hit_count // factor
-        await offloader.store_soon(keys[first:], blocks[hit_count : len(keys) * factor], ctx, first_block=first)
-        self._pool.give_back(blocks)
+        content = list(zip(grant.blocks, hashes, strict=True))
+        self._gpu.step(dict(content[:hit_count]), dict(content[hit_count:]))
+        self._cache.publish(grant)
+        if self._options.placement == "inclusive":
+            first = hit_count // factor
+            blocks = grant.blocks[first * factor : len(keys) * factor]
+            await offloader.store_soon(keys[first:], blocks, ctx, first_block=first)
+        if demotion is not None:
+            await demotion
+        self._pool.give_back(grant)
+        if self._options.cascade == "wait":
+            await offloader.wait_written()
+
+    def _demote(self, offloader: Offloader, grant: Grant) -> TransferHandle | None:
+        """Store what the GPU has given up for a request; its blocks can be written again behind the fence."""
+        if self._options.placement == "inclusive" or not grant.given_up:
+            return None
+        hashes, blocks = zip(*reversed(grant.given_up), strict=True)
+        handle = offloader.demote_soon(keys_of(hashes, 1), blocks)
+        handle.fence()
+        return handle
 
 
 def bandwidth(byte_count: int, seconds: float) -> float | None:
@@ -154,15 +177,29 @@ def bandwidth(byte_count: int, seconds: float) -> float | None:
 
 
 def replay(options: ReplayOptions) -> ReplayReport:
-    """Replay requests with bytes, in an event loop of its own.
+    """Replay requests with bytes, in an event loop of its own; several engines each in a process of their own.
 
     Raises:
         TraceError: The trace cannot be read.
         ConfigurationError: The policy is unknown, or a request needs more GPU blocks than there are.
     """
     requests = requests_of(options)
+    if options.engines == 1:
+        return _replay(options, requests)
+    shares = [requests[engine :: options.engines] for engine in range(options.engines)]
+    with ProcessPoolExecutor(options.engines, mp_context=get_context("spawn")) as processes:
+        return reduce(ReplayReport.joined, processes.map(partial(_replay, options), shares))
+
+
+def _replay(options: ReplayOptions, requests: Sequence[TraceRequest]) -> ReplayReport:
+    """Replay requests in one engine, which may be closed and opened again on the way."""
+    first = options.restart_after or len(requests)
 
     async def main() -> ReplayReport:
-        return await Replay(options, requests).run()
+        report = await Replay(options, requests[:first]).run()
+        if rest := requests[first:]:
+            later = await Replay(options, rest).run()
+            report = replace(report.joined(later), seconds=report.seconds + later.seconds)
+        return report
 
     return anyio.run(main, backend=options.backend)

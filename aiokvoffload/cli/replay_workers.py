@@ -12,15 +12,17 @@ from multiprocessing.context import SpawnProcess
 import anyio
 
 from aiokvoffload.cli.gpu import BlockPool, Corruption
-from aiokvoffload.cli.options import ReplayOptions
+from aiokvoffload.cli.options import ReplayOptions, require_room
+from aiokvoffload.cli.prefix_cache import PrefixCache
 from aiokvoffload.cli.rank_process import JOIN_SECONDS, RankProcess, RankReport, Step
 from aiokvoffload.cli.replay import bandwidth
-from aiokvoffload.cli.report import ReplayReport, progress
+from aiokvoffload.cli.report import ReplayReport, TierReport, progress
 from aiokvoffload.cli.requests import gpu_hashes_of, keys_of, requests_of
 from aiokvoffload.cli.stall import DurationHistogram, LoopStallMeter
 from aiokvoffload.cli.trace import TRACE_BLOCK_TOKENS, TraceRequest
 from aiokvoffload.clock import SystemClock
-from aiokvoffload.errors import ConfigurationError, RankLostError
+from aiokvoffload.errors import RankLostError
+from aiokvoffload.keys import CacheIdentity
 from aiokvoffload.memory.base import PreparationProgress
 from aiokvoffload.offloader import Deadlines, Offloader, TransferHandle, open_offloader
 from aiokvoffload.specs import LookupResult, ReqContext
@@ -161,13 +163,9 @@ class WorkersReplay:
         self._rank_class = rank_class
         longest = max(len(request.hash_ids) for request in requests)
         self._block_count = options.gpu_blocks or max(options.block_size_factor, options.concurrency * longest)
-        if longest > self._block_count:
-            raise ConfigurationError(
-                f"a request needs {longest} GPU blocks, but there are {self._block_count}; "
-                f"use --gpu-blocks {longest} or more"
-            )
+        require_room(longest, self._block_count)
         self._clock = SystemClock()
-        self._pool = BlockPool(self._block_count)
+        self._pool = BlockPool(PrefixCache(self._block_count, is_caching=False))
         self._corruption = Corruption(options.corrupt, options.seed)
         self._load_waits = DurationHistogram()
         self._looked_up = self._hits = 0
@@ -188,6 +186,8 @@ class WorkersReplay:
                 cpu_bytes=options.cpu_bytes,
                 policy=options.policy,
                 store_threshold=options.store_threshold,
+                identity=CacheIdentity(model="aiokvoffload replay"),
+                tiers=options.tiers,
                 deadlines=Deadlines(join_seconds=JOIN_SECONDS),
                 on_progress=ranks.check_alive,
                 clock=self._clock,
@@ -200,6 +200,7 @@ class WorkersReplay:
                     background.start_soon(stepper.run)
                     await self._serve_all(offloader, stepper)
                     background.cancel_scope.cancel()
+                await offloader.wait_written()
                 statistics = offloader.statistics()
                 reports = await anyio.to_thread.run_sync(ranks.reports)
         except BaseExceptionGroup as group:
@@ -229,6 +230,7 @@ class WorkersReplay:
             left_pinned=statistics.manager.pinned,
             left_leased=statistics.manager.writing + statistics.manager.leased_without_key,
             seconds=self._clock.now() - started,
+            tiers=tuple(map(TierReport.of, statistics.tiers)),
         )
 
     async def _serve_all(self, offloader: Offloader, stepper: Stepper) -> None:
@@ -264,7 +266,8 @@ class WorkersReplay:
         with offloader.prepare_load(keys, ctx) as ticket:
             await ticket.ready()
             waited = self._clock.now() - asked
-            blocks = await self._pool.take(len(hashes))
+            grant = await self._pool.take(hashes)
+            blocks = grant.blocks
             handle: TransferHandle | None = None
             hit_count = 0
             started = self._clock.now()
@@ -286,7 +289,7 @@ class WorkersReplay:
         store = offloader.store_soon(keys[first:], blocks[first * factor : len(keys) * factor], ctx, first_block=first)
         stepper.want()
         await store
-        self._pool.give_back(blocks)
+        self._pool.give_back(grant)
 
 
 def _first(group: BaseExceptionGroup[RankLostError]) -> RankLostError:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
+from aiokvoffload.cli.bookkeeping import TraceClock
 from aiokvoffload.cli.clairvoyant import clairvoyant_hits, next_uses
+from aiokvoffload.cli.figures import check_plot, require_matplotlib, save_figure
 from aiokvoffload.cli.options import ReplayOptions, SweepOptions
 from aiokvoffload.cli.report import progress
 from aiokvoffload.cli.requests import gpu_hashes_of, keys_of, requests_of
@@ -16,10 +18,14 @@ from aiokvoffload.cli.trace import TRACE_BLOCK_TOKENS
 from aiokvoffload.clock import SystemClock
 from aiokvoffload.errors import ConfigurationError
 from aiokvoffload.keys import OffloadKey
+from aiokvoffload.managers.cpu import CPUOffloadingManager
+from aiokvoffload.managers.reuse import with_reuse_filter
 from aiokvoffload.policies.base import POLICIES, Access
 from aiokvoffload.policies.metadata import MetadataCache
+from aiokvoffload.specs import ReqContext
 
 CLAIRVOYANT = "clairvoyant"
+_USUAL_FILTERED = "lru+2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +34,7 @@ class SweepCell:
 
     Attributes:
         trace: Name of the trace.
-        policy: Name of the policy, or `clairvoyant` for the bound.
+        policy: Name of the policy, `clairvoyant` for the bound, or `lru+2` for `lru` behind a reuse filter of 2.
         capacity_percent: Capacity in percent of the trace's distinct blocks.
         cpu_blocks: The same in blocks.
         blocks_looked_up: Block references.
@@ -97,28 +103,12 @@ class SweepReport:
                     linestyle="--" if policy == CLAIRVOYANT else "-",
                     color="black" if policy == CLAIRVOYANT else None,
                 )
-            panel.set_title(trace)
-            panel.set_xscale("log")
-            panel.set_xlabel("capacity in % of distinct blocks")
-            panel.set_ylabel("hit rate in %")
+            panel.set(title=trace, xscale="log", xlabel="capacity in % of distinct blocks", ylabel="hit rate in %")
+            percents = sorted({cell.capacity_percent for cell in cells})
+            panel.set_xticks(percents, labels=[f"{percent:g}" for percent in percents])
+            panel.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
             panel.legend()
-        try:
-            figure.savefig(path)
-        except (OSError, ValueError) as exc:
-            raise ConfigurationError(f"the plot cannot be written to {path}: {exc}") from exc
-
-
-def require_matplotlib() -> Any:
-    """Return matplotlib's `Figure`.
-
-    Raises:
-        ConfigurationError: It is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as exc:
-        raise ConfigurationError("--plot needs matplotlib; install aiokvoffload[plot]") from exc
-    return Figure
+        save_figure(figure, path)
 
 
 def sweep(options: ReplayOptions) -> SweepReport:
@@ -126,14 +116,14 @@ def sweep(options: ReplayOptions) -> SweepReport:
 
     Raises:
         TraceError: A trace cannot be read.
-        ConfigurationError: A policy is unknown, or curves are asked for and matplotlib is not there.
+        ConfigurationError: A policy or its reuse filter is unknown, or curves are asked for that cannot be drawn.
     """
     wanted = options.sweep or SweepOptions()
-    policies = wanted.policies or tuple(POLICIES.names())
+    policies = wanted.policies or (*POLICIES.names(), _USUAL_FILTERED)
     for policy in policies:
-        POLICIES.resolve(policy)
+        POLICIES.resolve(_split_threshold(policy)[0])
     if wanted.plot is not None:
-        require_matplotlib()
+        check_plot(wanted.plot)
     cells: list[SweepCell] = []
     for trace in wanted.traces or (None,):
         one = _TraceSweep(replace(options, trace=trace))
@@ -173,7 +163,11 @@ class _TraceSweep:
             if policy == CLAIRVOYANT:
                 hits = clairvoyant_hits(self._keys, blocks, self._next_uses, advance)
             else:
-                hits, stored, history = self._replay(policy, blocks, advance)
+                name, threshold = _split_threshold(policy)
+                if threshold:
+                    hits, stored = self._replay_filtered(name, threshold, blocks, advance)
+                else:
+                    hits, stored, history = self._replay(name, blocks, advance)
         return SweepCell(
             trace=self._name,
             policy=policy,
@@ -189,11 +183,42 @@ class _TraceSweep:
     def _replay(self, name: str, blocks: int, advance: Callable[[int], None]) -> tuple[int, int, int | None]:
         policy = POLICIES.resolve(name)(blocks)
         cache = MetadataCache(policy)
-        width = TRACE_BLOCK_TOKENS * self._factor
         for tick, (time, keys) in enumerate(zip(self._times, self._keys, strict=True), 1):
-            cache.request(keys, Access(tick, time, depths=range(width, width * (len(keys) + 1), width)))
+            cache.request(keys, Access(tick, time, depths=self._depths(keys)))
             advance(1)
         return cache.counts.blocks_hit, cache.counts.blocks_stored, getattr(policy, "history_bytes", None)
+
+    def _replay_filtered(
+        self, name: str, threshold: int, blocks: int, advance: Callable[[int], None]
+    ) -> tuple[int, int]:
+        clock = TraceClock()
+        manager = with_reuse_filter(CPUOffloadingManager(blocks, policy=name, clock=clock), threshold)
+        hits = 0
+        for number, (clock.seconds, keys) in enumerate(zip(self._times, self._keys, strict=True)):
+            ctx, depths = ReqContext(str(number)), self._depths(keys)
+            hits += manager.lookup_prefix_nowait(keys, ctx)
+            manager.touch(keys, ctx, depths=depths)
+            ticket = manager.prepare_store_nowait(keys, ctx, when_full="leading", depths=depths)
+            manager.complete_store_nowait(ticket)
+            advance(1)
+        return hits, manager.statistics().stored_blocks
+
+    def _depths(self, keys: Sequence[OffloadKey]) -> range:
+        width = TRACE_BLOCK_TOKENS * self._factor
+        return range(width, width * (len(keys) + 1), width)
+
+
+def _split_threshold(policy: str) -> tuple[str, int]:
+    """Return the name of a policy and the threshold of its reuse filter, 0 for none: `lru` and 2 for `lru+2`."""
+    name, plus, threshold = policy.rpartition("+")
+    if not plus:
+        return policy, 0
+    if not threshold.isdecimal() or int(threshold) < 2:
+        raise ConfigurationError(
+            f"{policy!r} ends in no reuse filter; give after the + how many uses make a block worth storing, "
+            f"at least 2, such as {name}+2"
+        )
+    return name, int(threshold)
 
 
 def _grouped(cells: Iterable[SweepCell], key: Callable[[SweepCell], str]) -> dict[str, list[SweepCell]]:

@@ -82,9 +82,8 @@ class TierLoad:
         self._settle()
 
     def give_up(self) -> None:
-        """Want nothing any more; what is being read is read for others."""
+        """Want nothing any more, not even what is held; what is being read is read for others."""
         self._is_over = True
-        self._backing.complete_load_nowait(self.held)
 
     def miss(self) -> None:
         """End the wait with nothing."""

@@ -6,9 +6,10 @@ import hashlib
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from aiokvoffload.errors import ConfigurationError
-from aiokvoffload.event_loops import running_loop, soon_in_running_loop
+from aiokvoffload.event_loops import caller_from_threads, running_loop
 from aiokvoffload.keys import GROUP_INDEX_BYTES, OffloadKey
 from aiokvoffload.managers.base import Keys, ManagerStatistics, OffloadingManager, WhenFull
 from aiokvoffload.managers.cascade import Cascade
@@ -83,7 +84,7 @@ class TieredOffloadingManager(OffloadingManager):
         ]
         self._offered: dict[PrepareStoreOutput, _Offered] = {}
         self._loads: dict[PrepareLoadOutput, TierLoad] = {}
-        self._hits = 0
+        self._hits = self._repeated = 0
         self._loop: object = None
         self._silence: list[Callable[[], None]] = []
 
@@ -152,7 +153,7 @@ class TieredOffloadingManager(OffloadingManager):
         tier_keys = list(map(self._tier_key, keys))
         for planned, cascade in zip(self._planned, self._cascades, strict=True):
             cascade.count_uses(keys, depths or [0] * len(keys), request_id)
-            deadline = self.clock.now() + planned.plan.lookup_seconds
+            deadline = self.clock.now() + planned.plan.write_seconds  # nobody waits for it
             planned.tier.start_touch(tier_keys, deadline=deadline, request_id=request_id, depths=depths)
             cascade.pump()
 
@@ -195,17 +196,20 @@ class TieredOffloadingManager(OffloadingManager):
 
     def complete_load_nowait(self, ticket: PrepareLoadOutput, *, take_along: bool = False) -> Completion:
         """Unpin, or give the wait up."""
-        load = self._loads.get(ticket)
-        if load is None or not ticket.is_open:
+        if ticket.holder is not self:
             return self._backing.complete_load_nowait(ticket, take_along=take_along)
+        load = self._loads.get(ticket)
+        if load is None:
+            self._repeated += 1
+            return Completion.REPEATED
+        completion = self._backing.complete_load_nowait(load.held, take_along=take_along and not ticket.is_waiting)
         del self._loads[ticket]
         ticket.is_open = False
         if ticket.is_waiting:
             load.give_up()
             ticket.keys = ()
             ticket.settle()
-            return Completion.APPLIED
-        return self._backing.complete_load_nowait(load.held, take_along=take_along)
+        return completion
 
     # Storing
 
@@ -299,15 +303,16 @@ class TieredOffloadingManager(OffloadingManager):
             promoting=promoting,
             waiting_loads=sum(ticket.is_waiting for ticket in self._loads),
             hit_blocks=self._hits,
+            rejected_completions=statistics.rejected_completions + self._repeated,
         )
 
     def close_nowait(self) -> None:
         """Refuse all further calls except completions; what waits to be written is dropped."""
+        self._backing.close_nowait()
         self._let_go()
         for silence in self._silence:
             silence()
         self._silence = []
-        self._backing.close_nowait()
 
     # Inside
 
@@ -318,7 +323,7 @@ class TieredOffloadingManager(OffloadingManager):
             self._loop = loop
             for silence in self._silence:
                 silence()
-            self._silence = [self.add_doorbell(soon_in_running_loop(self.poll_nowait))]
+            self._silence = [self.add_doorbell(partial(caller_from_threads(), self.poll_nowait))]
 
     def _tier_key(self, key: OffloadKey) -> OffloadKey:
         """Return what a block is called in the tiers: its key, or after a weight update a name of this epoch."""

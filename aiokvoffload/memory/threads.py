@@ -8,7 +8,7 @@ from typing import Protocol
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 
-from aiokvoffload.event_loops import soon_in_running_loop
+from aiokvoffload.event_loops import caller_from_threads
 from aiokvoffload.memory.base import PreparationProgress, Report, ignore_progress
 
 
@@ -47,7 +47,7 @@ async def prepare_in_thread(memory: Preparable, report: Report = ignore_progress
     is_stopped = False
     errors: list[BaseException] = []
     finished = anyio.Event()
-    say_finished = soon_in_running_loop(finished.set)
+    call_in_loop = caller_from_threads()
 
     def report_unless_stopped(progress: PreparationProgress) -> None:
         if is_stopped:
@@ -59,7 +59,7 @@ async def prepare_in_thread(memory: Preparable, report: Report = ignore_progress
             memory.prepare(report_unless_stopped)
         except BaseException as exc:  # noqa: BLE001  raised by the one who waits
             errors.append(exc)
-        say_finished()
+        call_in_loop(finished.set)
 
     threading.Thread(target=prepare, name="aiokvoffload-prepare", daemon=True).start()
     cancellation: BaseException | None = None

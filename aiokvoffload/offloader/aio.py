@@ -8,6 +8,7 @@ from typing import Any
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 
+from aiokvoffload.clock import deadline_after
 from aiokvoffload.errors import BlocksInFlightError, ClosedError, StateError, WrongThreadError
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.offloader.handles import TransferHandle
@@ -15,6 +16,7 @@ from aiokvoffload.offloader.machine import OffloaderMachine
 from aiokvoffload.offloader.parts import Parts
 from aiokvoffload.offloader.subscriptions import DEFAULT_EVENT_BUFFER, EventStream
 from aiokvoffload.offloader.tickets import LoadTicket
+from aiokvoffload.offloader.waiting import Watchers
 from aiokvoffload.specs import LookupResult, ReqContext, StoreOutcome, TransferResult
 from aiokvoffload.transfers.base import ALREADY_DONE, After
 from aiokvoffload.transfers.poller import Poller, PollStep
@@ -34,6 +36,7 @@ class Offloader(OffloaderMachine):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self._is_closing = False
+        self._step_watchers = Watchers()
         self._poller = Poller(
             self._step_for_poller,
             lambda: self.drain(self.deadlines.landing_seconds),
@@ -152,6 +155,17 @@ class Offloader(OffloaderMachine):
         """See `bump_epoch_nowait`."""
         self.bump_epoch_nowait()
 
+    async def wait_written(self, *, timeout_seconds: float | None = None) -> bool:
+        """Wait until nothing waits to be written to a tier, and return whether that is so; cancelling changes nothing.
+
+        Args:
+            timeout_seconds: How long; without it, as long as it takes. Each write has a deadline of its own.
+        """
+        self._check()
+        with self.clock.cancel_at(deadline_after(self.clock, timeout_seconds)):
+            await self._step_watchers.wait_until(lambda: self.manager.is_at_rest)
+        return self.manager.is_at_rest
+
     async def aclose(self, *, drain_seconds: float | None = None) -> None:
         """Refuse new calls, wait for what is under way, and close; idempotent.
 
@@ -220,6 +234,7 @@ class Offloader(OffloaderMachine):
     def _step_for_poller(self) -> PollStep:
         step = self.step()
         self._ended.clear()
+        self._step_watchers.notify()
         if self._is_closing:
             self._end_watchers.notify()
         return step

@@ -20,10 +20,10 @@ from aiokvoffload.keys import (
     CacheIdentity,
     OffloadKey,
     block_hashes,
-    offload_group_index,
     offload_keys,
     root_hash,
 )
+from aiokvoffload.offloader.demotion import choose_sendable
 from aiokvoffload.offloader.handles import TransferHandle
 from aiokvoffload.offloader.parts import Parts
 from aiokvoffload.offloader.shapes import BlockShapes
@@ -35,7 +35,6 @@ from aiokvoffload.specs import (
     Completion,
     CPULoadStoreSpec,
     GPULoadStoreSpec,
-    LookupResult,
     PrepareLoadOutput,
     PrepareStoreOutput,
     ReqContext,
@@ -205,7 +204,8 @@ class OffloaderMachine:
         if self._fault is not None:
             return TransferHandle(self, outcomes=(StoreOutcome.REFUSED,) * len(keys)).finish_empty()
         event = self._worker.event_after(after)
-        chosen = self._choose_sendable(keys, blocks)
+        results = self.manager.lookup_nowait(keys)
+        chosen = choose_sendable(keys, blocks, results, self._cache, self._worker)
         depths = self.shapes.depths(sizes)
         ticket = self.manager.prepare_demotion_nowait(
             [keys[position] for position in chosen],
@@ -219,29 +219,6 @@ class OffloaderMachine:
             for key, outcome in zip(keys, ticket.outcomes(keys), strict=True)
         )
         return self._launch_store(keys, blocks, ticket, outcomes, event, is_sent_now=True)
-
-    def _choose_sendable(self, keys: Sequence[OffloadKey], gpu_blocks: Sequence[int]) -> list[int]:
-        """Return the positions of the keys that need no copy, or whose copies could be sent now."""
-        allowed_bytes = self._worker.sendable_bytes()
-        filled_later = self._worker.blocks_with_queued_loads(gpu_blocks)
-        factor = self.block_size_factor
-        chosen: list[int] = []
-        seen: set[OffloadKey] = set()
-        for position, result in enumerate(self.manager.lookup_nowait(keys)):
-            if keys[position] in seen:
-                continue
-            seen.add(keys[position])
-            if result is LookupResult.MISS:
-                span = gpu_blocks[position * factor : (position + 1) * factor]
-                byte_count = self._group_slot_bytes[offload_group_index(keys[position])]
-                if not filled_later.isdisjoint(span):
-                    continue
-                if allowed_bytes is not None:
-                    if byte_count > allowed_bytes:
-                        continue
-                    allowed_bytes -= byte_count
-            chosen.append(position)
-        return chosen
 
     def hint(
         self, keys: Sequence[OffloadKey], *, session_ended: bool = False, keep_seconds: float | None = None

@@ -67,7 +67,7 @@ class Parts:
     def close(self, *, has_copies_under_way: bool = False) -> None:
         """Give everything back; memory that copies still touch stays mapped until they let go of it."""
         for tier in self.tiers:
-            tier.close()
+            tier.close(drain_seconds=0.0)
         self.worker.close()
         if not has_copies_under_way:
             self.memory.close()

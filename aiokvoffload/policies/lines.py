@@ -219,9 +219,10 @@ class SlotLines:
 
     def leave(self, slots: SlotArray) -> None:
         """Let slots leave their lines; whether they are evictable stays noted."""
-        for leaf, count in self._leaves_of(self.evictable_among(slots)):
-            self._lose(leaf, count)
         left = self._leaves_of(slots)
+        evictable = self.evictable_among(slots)
+        for leaf, count in left if len(evictable) == len(slots) else self._leaves_of(evictable):
+            self._lose(leaf, count)
         self._leaf_of[slots] = _NO_LEAF
         for leaf, count in left:
             leaf.resident_count -= count

@@ -102,7 +102,7 @@ class LRFUPolicy(RankedPolicy):
         self._rerank_each(slots, self._bases(slots), access)
 
     def miss(self, keys: Sequence[OffloadKey], access: Access) -> None:
-        """Count uses of blocks that the level above has or will have; of one request, those it names first."""
+        """Count uses of blocks that the level above has or will have; a request that asks again counts nothing more."""
         if not self._has_level_above or access.tick <= self._missed_tick:
             return
         self._missed_tick = access.tick

@@ -100,6 +100,8 @@ def assert_adds_up(manager: OffloadingManager) -> None:
     )
     assert min(counts.free, counts.ready, counts.writing, counts.promoting, counts.leased_without_key) >= 0
     assert 0 <= counts.pinned <= counts.ready
+    assert 0 <= counts.kept <= counts.ready
+    assert counts.kept <= counts.total // 2
 
 
 def assert_at_rest(manager: OffloadingManager) -> None:
@@ -457,6 +459,78 @@ class ManagerContract(ABC):
         assert manager.statistics().free == 1
         with pytest.raises(StateError):
             load.lease()
+
+    # Placement and hints
+
+    def demote(self, manager: OffloadingManager, *numbers: int) -> PrepareStoreOutput:
+        """Demote the keys of these numbers, whole."""
+        ticket = manager.prepare_demotion_nowait(make_keys(*numbers), filtered=False)
+        assert not ticket.is_waiting
+        assert manager.complete_store_nowait(ticket) is Completion.APPLIED
+        return ticket
+
+    def test_a_demotion_is_a_store_that_leaves_the_last_block_first(self) -> None:
+        """It copies only what is missing, and takes the leading part of what does not fit."""
+        manager = self.make_manager(3)
+        assert list(self.demote(manager, 1, 2, 3).keys_to_store) == make_keys(1, 2, 3)
+        again = self.demote(manager, 2, 1, 1)
+        assert not again.slots
+        assert sorted(again.resident_keys) == sorted(make_keys(1, 2))
+        assert list(self.demote(manager, 4).evicted_keys) == make_keys(3)
+        ticket = self.demote(manager, 4, 5, 6, 7, 8)
+        assert list(ticket.keys_to_store) == make_keys(5, 6)
+        assert list(ticket.refused_keys) == make_keys(7, 8)
+        assert_at_rest(manager)
+
+    def test_what_a_load_takes_along_is_evicted_first_unless_it_is_rescued(self) -> None:
+        """Until then it is a hit; what others use is not taken along."""
+        manager = self.make_manager(4)
+        for number in range(4):
+            self.store(manager, number)
+        other = self.load(manager, 1)
+        for number in (3, 2, 1):
+            manager.complete_load_nowait(self.load(manager, number), take_along=True)
+        manager.complete_load_nowait(other)
+        assert self.look(manager, 1, 2, 3) == [HIT] * 3
+        self.demote(manager, 3)
+        assert list(self.store(manager, 5).evicted_keys) == make_keys(2)
+        assert list(self.store(manager, 6).evicted_keys) == make_keys(0)
+        assert manager.statistics().taken_along_blocks == 2
+        assert manager.statistics().rescued_blocks == 1
+        assert_at_rest(manager)
+
+    def test_kept_blocks_stay_until_their_time_has_passed(self) -> None:
+        """At most half of the slots; a reset keeps nothing."""
+        clock = ManualClock()
+        manager = self.make_manager(4, clock=clock)
+        self.store(manager, 1, 2, 3, 4)
+        assert manager.hint(make_keys(1, 2, 3, 9), keep_seconds=5) == 2
+        assert manager.statistics().kept == 2
+        assert manager.statistics().pinned == 0
+        self.store(manager, 5, 6)
+        assert self.look(manager, 1, 2, 3, 4) == [HIT, HIT, MISS, MISS]
+        clock.advance(5)
+        self.store(manager, 7, 8, 9, 10)
+        assert_at_rest(manager)
+        manager.hint(make_keys(7), keep_seconds=5)
+        manager.reset_nowait()
+        assert manager.statistics().kept == 0
+        assert manager.statistics().free == 4
+
+    def test_the_end_of_a_session_gives_up_what_it_alone_has_used(self) -> None:
+        """What others have used too stays."""
+        manager = self.make_manager(4)
+        for number, (session, keys) in enumerate([("one", (1, 2, 3)), ("two", (1, 4))]):
+            ctx = ReqContext(str(number), session_id=session)
+            manager.complete_store_nowait(self.offer(manager, *keys, ctx=ctx))
+        assert manager.hint(make_keys(1, 2, 3), session_ended=True) == 2
+        assert list(self.store(manager, 5, 6).evicted_keys) == make_keys(3, 2)
+
+    @pytest.mark.parametrize("hint", [{}, {"session_ended": True, "keep_seconds": 1.0}, {"keep_seconds": -1.0}])
+    def test_a_hint_that_says_nothing_or_too_much_is_refused(self, hint: dict[str, Any]) -> None:
+        """One clear error."""
+        with pytest.raises(InvalidRequestError):
+            self.make_manager(2).hint(make_keys(1), **hint)
 
     # Reset and epochs
 

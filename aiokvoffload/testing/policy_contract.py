@@ -291,14 +291,72 @@ class PolicyContract(ABC):
         policy.unpin([3, 4, 5])
         assert order_of(policy)[:2] == [5, 3]
 
+    def test_slots_that_are_demoted_for_a_reason_leave_first_too(self) -> None:
+        """Those that a load has taken along and those of an ended session, in the order of the calls."""
+        policy = self.make_policy(8)
+        fill(policy, range(8), Access(1, depths=list(range(8))))
+        policy.touch([4, 5, 6, 7], Access(2, depths=[1, 2, 3, 4]))
+        policy.pin([3])
+        policy.take_along([6, 3])
+        policy.end_session([1, 5])
+        assert order_of(policy)[:3] == [6, 1, 5]
+        policy.unpin([3])
+        assert policy.evict(4) == [6, 3, 1, 5]
+
+    def test_a_touch_promotes_what_was_demoted(self) -> None:
+        """Also at the tick of its last use: whoever asks for it again wants it."""
+        for tick in (2, 3):
+            policy = self.make_policy(8)
+            fill(policy, range(8), Access(1))
+            policy.touch([4, 5, 6, 7], Access(2))
+            policy.demote([5])
+            policy.take_along([7])
+            policy.touch([7, 5], Access(tick))
+            assert not {5, 7} & {*order_of(policy)[:4]}
+
+    def test_rescued_slots_are_among_the_others_again(self) -> None:
+        """Those that were demoted and those that a load has taken along, pinned or not."""
+        policy = self.make_policy(8)
+        fill(policy, range(8), Access(1))
+        policy.touch([4, 5, 6, 7], Access(2))
+        policy.demote([5, 4])
+        policy.take_along([7, 6])
+        policy.pin([6])
+        policy.rescue([7, 6, 4], Access(3, depths=[1, 2, 3]))
+        assert order_of(policy)[0] == 5
+        policy.unpin([6])
+        assert sorted(order_of(policy)) == [*range(8)]
+        assert policy.evict(1) == [5]
+        assert sorted(policy.evict(7) or []) == [0, 1, 2, 3, 4, 6, 7]
+
+    def test_a_rescue_keeps_the_order_of_depth(self) -> None:
+        """The deepest leaves first."""
+        policy = self.make_policy(4)
+        fill(policy, range(4), Access(1))
+        policy.take_along([3, 2, 1, 0])
+        policy.rescue([0, 1, 2, 3], Access(2, depths=[1, 2, 3, 4]))
+        assert order_of(policy) == [3, 2, 1, 0]
+
     def test_demoted_slots_leave_no_ghost(self) -> None:
-        """A policy learns nothing from a block that was sent away."""
+        """A policy learns nothing from a block that was sent away, whatever it was before."""
 
         def demote_and_evict(policy: CachePolicy) -> None:
             policy.demote([0])
             assert policy.evict(1) == [0]
 
+        def use_demote_and_evict(policy: CachePolicy) -> None:
+            policy.touch([0], Access(2))
+            policy.pin([0])
+            demote_while_pinned(policy)
+
+        def demote_while_pinned(policy: CachePolicy) -> None:
+            policy.take_along([0])
+            policy.end_session([0])
+            policy.unpin([0])
+            assert policy.evict(1) == [0]
+
         self._check_that_a_miss_teaches_nothing(demote_and_evict)
+        self._check_that_a_miss_teaches_nothing(use_demote_and_evict)
 
     def test_removed_slots_leave_no_ghost(self) -> None:
         """A write that failed says nothing."""
@@ -366,7 +424,7 @@ class PolicyContract(ABC):
         @CONTRACT_SETTINGS
         @given(st.data())
         def check(data: st.DataObject) -> None:
-            _play(self.make_policy(8), data)
+            _play(self.make_policy(8), data, calls=[*_CALLS, "take_along", "rescue", "end_session"])
 
         check()
 
@@ -456,6 +514,18 @@ class _Both(CachePolicy):
         for policy in self._policies:
             policy.demote(slots)
 
+    def take_along(self, slots: Sequence[int]) -> None:
+        for policy in self._policies:
+            policy.take_along(slots)
+
+    def rescue(self, slots: Sequence[int], access: Access) -> None:
+        for policy in self._policies:
+            policy.rescue(slots, access)
+
+    def end_session(self, slots: Sequence[int]) -> None:
+        for policy in self._policies:
+            policy.end_session(slots)
+
     def coldest(self, count: int) -> list[int]:
         return self._same([policy.coldest(count) for policy in self._policies])
 
@@ -475,7 +545,12 @@ class _Both(CachePolicy):
         return answers[0]
 
 
-def _play(policy: CachePolicy, data: st.DataObject, check: Callable[[], None] = lambda: None) -> None:
+def _play(
+    policy: CachePolicy,
+    data: st.DataObject,
+    check: Callable[[], None] = lambda: None,
+    calls: Sequence[str] = (),
+) -> None:
     """Play any calls that the contract allows, beside two sets: the resident slots and the pinned ones."""
     resident: dict[int, OffloadKey] = {}
     pinned: set[int] = set()
@@ -494,7 +569,7 @@ def _play(policy: CachePolicy, data: st.DataObject, check: Callable[[], None] = 
         return data.draw(accesses(max(1, tick - data.draw(st.integers(0, 2))), size))
 
     for _ in range(data.draw(st.integers(0, 40), label="steps")):
-        match data.draw(st.sampled_from(_CALLS), label="call"):
+        match call := data.draw(st.sampled_from(calls or _CALLS), label="call"):
             case "insert":
                 slots = some(set(range(policy.capacity)) - set(resident))
                 # Keys come back at times, so that there are ghosts to meet.
@@ -519,9 +594,14 @@ def _play(policy: CachePolicy, data: st.DataObject, check: Callable[[], None] = 
                 slots = some(pinned)
                 policy.unpin(slots)
                 pinned.difference_update(slots)
-            case "demote":
+            case "rescue":
+                tick += 1
                 slots = some(resident)
-                policy.demote(slots)
+                policy.rescue(slots, access(len(slots)))
+                demoted.difference_update(slots)
+            case "demote" | "take_along" | "end_session":
+                slots = some(resident)
+                getattr(policy, call)(slots)
                 demoted.update(slots)
                 leaving = [slot for slot in slots if slot not in pinned]
                 # Those demoted by earlier calls may stand before them.

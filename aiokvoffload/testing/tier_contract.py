@@ -22,7 +22,8 @@ from aiokvoffload.errors import ClosedError, InvalidRequestError, WrongThreadErr
 from aiokvoffload.keys import CacheIdentity, OffloadKey
 from aiokvoffload.testing.clock import ManualClock
 from aiokvoffload.testing.strategies import make_keys
-from aiokvoffload.tiers.base import DEFAULT_DRAIN_SECONDS, Buffer, Tier
+from aiokvoffload.tiers.arguments import Buffer
+from aiokvoffload.tiers.base import DEFAULT_DRAIN_SECONDS, Tier
 from aiokvoffload.tiers.breaker import BreakerState
 from aiokvoffload.tiers.outcomes import BlockOutcome, BlockResult, Reason
 

@@ -19,18 +19,20 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from functools import partial
+from typing import Self
 
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 
 from aiokvoffload.clock import Clock, SystemClock
-from aiokvoffload.errors import ConfigurationError, InvalidRequestError
-from aiokvoffload.event_loops import running_loop, soon_in_running_loop
-from aiokvoffload.keys import CacheIdentity, OffloadKey
+from aiokvoffload.errors import ConfigurationError
+from aiokvoffload.event_loops import caller_from_threads, running_loop
+from aiokvoffload.keys import CacheIdentity
 from aiokvoffload.ownership import Owner
 from aiokvoffload.registry import Registry
 from aiokvoffload.tiers.administration import TierAdministration
+from aiokvoffload.tiers.arguments import Buffer, Keys, check_keys, use_of, views_of
 from aiokvoffload.tiers.breaker import Breaker, BreakerLimits
 from aiokvoffload.tiers.calls import Operation, Release, TierCall, Use
 from aiokvoffload.tiers.desk import CallDesk
@@ -41,15 +43,11 @@ from aiokvoffload.tiers.url import OptionReader, TierUrl
 
 _logger = logging.getLogger(__name__)
 
-MAX_KEY_BYTES = 1024
 DEFAULT_TIMEOUT_SECONDS = 10.0
 DEFAULT_DRAIN_SECONDS = 5.0
 _LAST_CALL_SECONDS = 2.0
 _PAUSE_SECONDS = 0.0005
-
-Buffer = bytes | bytearray | memoryview
-"""Anything else with the buffer protocol goes through `memoryview` first."""
-Keys = Sequence[OffloadKey]
+_NO_USE = Use(None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +75,6 @@ class Tier(ABC):
             has taken so long opens the breaker.
         limits: When the breaker opens otherwise.
     """
-
-    extra: ClassVar[str | None] = None
-    """The extra of this package that installs what the tier needs."""
 
     def __init__(
         self,
@@ -156,7 +151,7 @@ class Tier(ABC):
 
     def start_contains(self, keys: Keys, *, deadline: float | None = None) -> TierCall:
         """Ask which blocks are there; promises nothing."""
-        return self._start(Operation.CONTAINS, keys, (), Use(), deadline, None)
+        return self._start(Operation.CONTAINS, keys, (), _NO_USE, deadline, None)
 
     def start_put(
         self,
@@ -174,15 +169,15 @@ class Tier(ABC):
             keys: The blocks.
             buffers: The bytes of each.
             deadline: On the tier's clock.
-            request_id: The request that uses them; its calls count as one use.
+            request_id: The request that uses them; its calls count as one use. None: this call is a use of its own.
             depths: Token position of each block's end.
             on_release: Called with the position of each block whose buffer is the caller's again.
 
         Raises:
             InvalidRequestError: Keys, buffers and depths do not fit, or a buffer cannot be used.
         """
-        views = _views(keys, buffers, is_written=False)
-        return self._start(Operation.PUT, keys, views, _use(keys, request_id, depths), deadline, on_release)
+        views = views_of(keys, buffers, is_written=False)
+        return self._start(Operation.PUT, keys, views, use_of(keys, request_id, depths), deadline, on_release)
 
     def start_get_into(
         self,
@@ -199,12 +194,12 @@ class Tier(ABC):
         Raises:
             InvalidRequestError: Keys and buffers do not fit, or a buffer cannot be written.
         """
-        views = _views(keys, buffers, is_written=True)
-        return self._start(Operation.GET_INTO, keys, views, Use(), deadline, on_release)
+        views = views_of(keys, buffers, is_written=True)
+        return self._start(Operation.GET_INTO, keys, views, _NO_USE, deadline, on_release)
 
     def start_delete(self, keys: Keys, *, deadline: float | None = None) -> TierCall:
         """Remove blocks."""
-        return self._start(Operation.DELETE, keys, (), Use(), deadline, None)
+        return self._start(Operation.DELETE, keys, (), _NO_USE, deadline, None)
 
     def start_touch(
         self,
@@ -215,7 +210,7 @@ class Tier(ABC):
         depths: Sequence[int] | None = None,
     ) -> TierCall:
         """Note a use of blocks, so that they stay longer. `contains` and `get_into` are no use."""
-        return self._start(Operation.TOUCH, keys, (), _use(keys, request_id, depths), deadline, None)
+        return self._start(Operation.TOUCH, keys, (), use_of(keys, request_id, depths), deadline, None)
 
     def poll(self) -> None:
         """Collect what has landed, end what is past its deadline, and call back; never waits.
@@ -364,9 +359,7 @@ class Tier(ABC):
         on_release: Release | None,
     ) -> TierCall:
         self._owner.check()
-        for key in keys:
-            if not isinstance(key, bytes) or not 0 < len(key) <= MAX_KEY_BYTES:
-                raise InvalidRequestError(f"a key is 1 to {MAX_KEY_BYTES} bytes, not {key!r:.80}")
+        check_keys(keys)
         self.poll()
         call = self._make_call(operation, keys, views, use, deadline, on_release)
         self._desk.post(call)
@@ -416,7 +409,7 @@ class Tier(ABC):
             self._desk.withdraw(call, Reason.CLOSED)
             self.abandon(call)
         deadline = self.clock.now() + _LAST_CALL_SECONDS
-        last_call = self._make_call(Operation.CLOSE, (), (), Use(), deadline, None)
+        last_call = self._make_call(Operation.CLOSE, (), (), _NO_USE, deadline, None)
         self._desk.post(last_call)
         self._stop()
         return last_call
@@ -425,12 +418,14 @@ class Tier(ABC):
         """Wait until a call is answered, at its deadline at the latest."""
         if not call.is_answered:
             self._hear_doorbell()
+        while not call.is_answered:
             try:
                 with self.clock.cancel_at(call.deadline):
                     await _until(call.on_answered)
             except BaseException:
                 call.cancel()
                 raise
+            # The timer of an event loop may be a moment early; then there is another, shorter wait.
             self.poll()
         return call.results
 
@@ -441,7 +436,7 @@ class Tier(ABC):
             self._loop = loop
             if self._silence is not None:
                 self._silence()
-            self._silence = self._desk.doorbell.add(soon_in_running_loop(self.poll))
+            self._silence = self._desk.doorbell.add(partial(caller_from_threads(), self.poll))
 
 
 TIERS: Registry[Tier] = Registry(
@@ -464,30 +459,6 @@ def common_options(options: OptionReader) -> tuple[float, BreakerLimits]:
         pause_seconds=options.seconds("breaker_pause", usual.pause_seconds),
         latency_seconds=options.seconds("breaker_latency", 0.0) or None,
     )
-
-
-def _use(keys: Keys, request_id: str | None, depths: Sequence[int] | None) -> Use:
-    if depths is not None and len(depths) != len(keys):
-        raise InvalidRequestError(f"there are {len(depths)} depths for {len(keys)} keys; give one for each")
-    return Use(request_id, depths)
-
-
-def _views(keys: Keys, buffers: Sequence[Buffer], *, is_written: bool) -> list[memoryview]:
-    """Return the buffers as flat bytes."""
-    if len(buffers) != len(keys):
-        raise InvalidRequestError(f"there are {len(buffers)} buffers for {len(keys)} keys; give one for each")
-    views = []
-    for buffer in buffers:
-        try:
-            view = memoryview(buffer).cast("B")
-        except TypeError as exc:
-            raise InvalidRequestError(f"a buffer must be contiguous memory: {exc}") from exc
-        if not view.nbytes or (is_written and view.readonly):
-            raise InvalidRequestError(
-                "a buffer to read into must be writable and not empty" if is_written else "a block must not be empty"
-            )
-        views.append(view)
-    return views
 
 
 async def _until(subscribe: Callable[[Callable[[], None]], None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -33,11 +33,11 @@ class Use:
     """Which request uses the blocks of a call.
 
     Attributes:
-        request_id: Calls with the same one count as one use; None for a use of its own.
+        request: Calls with the same one count as one use.
         depths: Token position of each block's end; of one request the deepest leave first.
     """
 
-    request_id: str | None = None
+    request: Hashable
     depths: Sequence[int] | None = None
 
     def depth(self, index: int) -> int:

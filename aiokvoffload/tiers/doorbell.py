@@ -15,8 +15,13 @@ class Doorbell:
         self._is_rung = False
 
     def add(self, listener: Ring) -> Callable[[], None]:
-        """Call `listener`, from any thread, at each ring; return what takes it away again."""
+        """Call `listener`, from any thread, at each ring; return what takes it away again.
+
+        It is called at once if the bell has rung and nobody has answered: there may have been nobody to hear it.
+        """
         self._listeners = (*self._listeners, listener)
+        if self._is_rung:
+            listener()
 
         def remove() -> None:
             self._listeners = tuple(kept for kept in self._listeners if kept is not listener)

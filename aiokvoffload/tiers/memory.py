@@ -157,7 +157,7 @@ class MemoryTier(BlockwiseTier):
 
     def _access(self, use: Use, index: int) -> Access:
         depths = None if use.depths is None else [use.depths[index]]
-        return Access(self._ticks.tick(use.request_id), self.clock.now(), depths=depths)
+        return Access(self._ticks.tick(use.request), self.clock.now(), depths=depths)
 
     def _holdings(self) -> Holdings:
         slots = self._slots

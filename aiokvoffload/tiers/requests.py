@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 _REMEMBERED_REQUESTS = 1024
 
@@ -18,16 +18,16 @@ class RequestTicks:
     def __init__(self, make_tick: Callable[[int], int]) -> None:
         self._make_tick = make_tick
         self._last_tick = 0
-        self._tick_of: OrderedDict[str, int] = OrderedDict()
+        self._tick_of: OrderedDict[Hashable, int] = OrderedDict()
 
-    def tick(self, request_id: str | None) -> int:
-        """Return the tick of a request, or of a use that belongs to none."""
-        if request_id is not None and request_id in self._tick_of:
-            self._tick_of.move_to_end(request_id)
-            return self._tick_of[request_id]
-        self._last_tick = max(self._make_tick(self._last_tick), self._last_tick + 1)
-        if request_id is not None:
-            self._tick_of[request_id] = self._last_tick
-            if len(self._tick_of) > _REMEMBERED_REQUESTS:
-                self._tick_of.popitem(last=False)
-        return self._last_tick
+    def tick(self, request: Hashable) -> int:
+        """Return the tick of a request."""
+        tick = self._tick_of.get(request)
+        if tick is not None:
+            self._tick_of.move_to_end(request)
+            return tick
+        self._last_tick = tick = max(self._make_tick(self._last_tick), self._last_tick + 1)
+        self._tick_of[request] = tick
+        if len(self._tick_of) > _REMEMBERED_REQUESTS:
+            self._tick_of.popitem(last=False)
+        return tick

@@ -24,9 +24,10 @@ class BlockSlots:
         self.evicted_blocks = 0
         self._policy = policy(slot_count)
         self._slot_of: dict[OffloadKey, int] = {}
-        self._key_of: list[OffloadKey | None] = []
+        self._key_of: dict[int, OffloadKey] = {}
         self._bytes_of: dict[OffloadKey, int] = {}
         self._leaving: set[OffloadKey] = set()
+        self._used_slot_count = 0
         self._free_slots: list[int] = []
 
     @property
@@ -43,17 +44,17 @@ class BlockSlots:
 
     def has_room(self, byte_count: int) -> bool:
         """Return whether a block of so many bytes can be added."""
-        has_slot = len(self._free_slots) > 0 or len(self._key_of) < self._policy.capacity
+        has_slot = len(self._free_slots) > 0 or self._used_slot_count < self._policy.capacity
         return has_slot and self.used_bytes + byte_count <= self.capacity_bytes
 
     def add(self, key: OffloadKey, byte_count: int, access: Access, *, is_ready: bool) -> None:
         """Let a block take its bytes; it cannot leave before it is ready."""
         if self._free_slots:
             slot = self._free_slots.pop()
-            self._key_of[slot] = key
         else:
-            slot = len(self._key_of)
-            self._key_of.append(key)
+            slot = self._used_slot_count
+            self._used_slot_count += 1
+        self._key_of[slot] = key
         self._slot_of[key] = slot
         self._bytes_of[key] = byte_count
         self.used_bytes += byte_count
@@ -82,11 +83,8 @@ class BlockSlots:
         chosen = self._policy.evict(1)
         if not chosen:
             return None
-        victim = self._key_of[chosen[0]]
-        if victim is None:
-            raise AssertionError("an empty slot was evicted")
+        victim = self._key_of.pop(chosen[0])
         del self._slot_of[victim]
-        self._key_of[chosen[0]] = None
         self._free_slots.append(chosen[0])
         self._leaving.add(victim)
         return victim
@@ -110,7 +108,7 @@ class BlockSlots:
             return byte_count
         slot = self._slot_of.pop(key)
         self._policy.remove([slot])
-        self._key_of[slot] = None
+        del self._key_of[slot]
         self._free_slots.append(slot)
         return byte_count
 

@@ -12,12 +12,13 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import anyio
 
 from aiokvoffload.clock import Clock, deadline_after
-from aiokvoffload.event_loops import is_trio, running_loop, soon_in_running_loop
+from aiokvoffload.event_loops import caller_from_threads, is_trio, running_loop
 
 _logger = logging.getLogger(__name__)
 
@@ -108,15 +109,14 @@ class Poller:
         self._wake_up = anyio.Event()
         self._finished = anyio.Event()
         self._loop = running_loop()
-        # A closed asyncio loop has cancelled the poller, which has drained.
-        self._ring = soon_in_running_loop(self.wake)
+        # A closed loop has cancelled the poller, which has drained: a ring that comes later has nobody to wake.
+        self._ring = partial(caller_from_threads(), self.wake)
         if is_trio():
             import trio
 
             trio.lowlevel.spawn_system_task(self._run, name="aiokvoffload poller")
         else:
-            loop = asyncio.get_running_loop()
-            self._task = loop.create_task(self._run(), name="aiokvoffload poller")
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="aiokvoffload poller")
             self._task.add_done_callback(self._end)
 
     @property

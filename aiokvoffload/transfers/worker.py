@@ -135,6 +135,19 @@ class OffloadingWorker(TransferWorker):
             if any(user.direction is Direction.LOAD and _is_queued(user) for user in self._users.get(block, ()))
         }
 
+    def end_events(self, transfer: Transfer) -> list[Event]:
+        """Return the events that are done when all of a sent transfer's bytes have arrived.
+
+        Raises:
+            DeviceError: One of them could not be had when the copies were sent, and cannot now.
+        """
+        sent = [transfer]
+        for each in sent:
+            sent += each.joined
+            if each.stream is not None and not each.is_over:
+                self._end_event(each, each.stream)
+        return transfer.end_events()
+
     def _take_over(self, transfer: Transfer) -> None:
         """Number a transfer, plan its copies, and note what it touches and whom it waits for."""
         handler = self._handlers[transfer.direction]
@@ -168,7 +181,7 @@ class OffloadingWorker(TransferWorker):
             raise StateError("the copies are still queued; await handle.sent() before fence()")
         if self._compute_stream is None:
             raise StateError("no compute stream was named when the offloader was opened; await the handle instead")
-        for event in transfer.end_events():
+        for event in self.end_events(transfer):
             self._device.wait_event(self._compute_stream, event)
 
     def withdraw(self, transfer: Transfer) -> bool:

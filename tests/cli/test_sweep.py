@@ -87,7 +87,26 @@ def test_several_traces(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
 
 def test_without_names_all_policies_are_swept(capsys: pytest.CaptureFixture[str]) -> None:
     found = {cell["policy"] for cell in cells_of(capsys, "--capacities", "10")}
-    assert {"clairvoyant", "lru", "arc", "arc-reference", "lru2", "lrfu", "s3fifo", "adaptive"} <= found
+    assert {"clairvoyant", "lru", "arc", "arc-reference", "lru2", "lrfu", "s3fifo", "adaptive", "lru+2"} <= found
+
+
+@pytest.mark.parametrize("name", ["lru+2", "lru2+3"])
+def test_a_row_with_a_reuse_filter_hits_as_a_replay_with_it(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    policy, _, threshold = name.partition("+")
+    _, plain, filtered = cells_of(capsys, "--policies", f"{policy},{name}", "--capacities", "7.5")
+    arguments = ["--policy", policy, "--store-threshold", threshold, "--cpu-blocks", str(filtered["cpu_blocks"])]
+    assert run(["replay", "--no-data", "--limit", "150", *arguments, "--json"]) == 0
+    assert filtered["blocks_hit"] == json.loads(capsys.readouterr().out)["blocks_hit"] > 0
+    assert filtered["policy"] == name
+    assert filtered["blocks_stored"] < plain["blocks_stored"]
+
+
+@pytest.mark.parametrize("name", ["lru+", "lru+1", "lru+x", "lru+-2"])
+def test_a_reuse_filter_that_filters_nothing_is_named(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run([*SWEEP, "--policies", name])
+    assert caught.value.code == 2
+    assert "at least 2, such as lru+2" in capsys.readouterr().err
 
 
 def test_a_plot_without_matplotlib_is_a_clear_mistake(
@@ -98,7 +117,7 @@ def test_a_plot_without_matplotlib_is_a_clear_mistake(
     with pytest.raises(SystemExit) as caught:
         run([*SWEEP, "--plot", str(tmp_path / "curves.png")])
     assert caught.value.code == 2
-    assert "install aiokvoffload[plot]" in capsys.readouterr().err
+    assert "pip install aiokvoffload[plot]" in capsys.readouterr().err
 
 
 def test_curves_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,7 +140,7 @@ def test_curves_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ("replay --no-data --sweep --capacities 0", "percentages above 0"),
         ("replay --no-data --sweep --capacities 1,x", "percentages above 0"),
         ("replay --no-data --sweep --policies lru,,arc", "names with commas"),
-        ("replay --no-data --sweep --store-threshold 2", "--store-threshold cannot be used"),
+        ("replay --no-data --sweep --store-threshold 2", "give --policies lru+2"),
     ],
 )
 def test_mistakes_are_named(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

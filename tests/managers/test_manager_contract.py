@@ -31,7 +31,7 @@ class TestReuseFilter(ManagerContract):
 
 class TestTieredManager(ManagerContract):
     def make_manager(self, block_count: int, **options: Any) -> OffloadingManager:
-        tier = MemoryTier(CacheIdentity(), block_bytes=BLOCK_BYTES, clock=options.get("clock"))
+        tier = MemoryTier(CacheIdentity(), block_bytes=BLOCK_BYTES, capacity_bytes=1 << 16, clock=options.get("clock"))
         backing = CPUOffloadingManager(block_count, **options)
         # Blocks that come back from a tier would be hits where the contract expects misses.
         plan = TierPlan(cascade="reused", min_uses=1_000)

@@ -105,4 +105,4 @@ class PlacementMachine(ManagerMachine):
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_the_manager_answers_as_a_plain_model(policy: str) -> None:
     machine = type("Machine", (PlacementMachine,), {"policy": policy})
-    run_state_machine_as_test(machine, settings=settings(CONTRACT_SETTINGS, max_examples=120, stateful_step_count=40))
+    run_state_machine_as_test(machine, settings=settings(CONTRACT_SETTINGS, max_examples=60, stateful_step_count=40))

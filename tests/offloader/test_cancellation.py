@@ -418,6 +418,14 @@ async def _overlapping_stores(rig: Rig, offloader: Offloader) -> object:
     return await offloader.store(keys_of(offloader, 2, salt="new"), [8, 9]), first.is_idle
 
 
+async def _demote(rig: Rig, offloader: Offloader) -> object:
+    return await offloader.demote(keys_of(offloader, 2, salt="new"), [8, 9])
+
+
+async def _load_and_take_along(rig: Rig, offloader: Offloader) -> object:
+    return await offloader.load(keys_of(offloader, 2), [5, 6], take_along=True)
+
+
 SCENARIOS: dict[str, tuple[Scenario, Direction | None]] = {
     "store": (_store, Direction.STORE),
     "load": (_load, Direction.LOAD),
@@ -425,6 +433,8 @@ SCENARIOS: dict[str, tuple[Scenario, Direction | None]] = {
     "load joined": (_load_joined, None),
     "load in steps": (_load_in_steps, Direction.LOAD),
     "overlapping stores": (_overlapping_stores, None),
+    "demote": (_demote, Direction.STORE),
+    "load and take along": (_load_and_take_along, Direction.LOAD),
 }
 """With the direction in which nothing may be under way at their end, where nobody else copies."""
 

@@ -257,3 +257,33 @@ def test_another_parallel_shape_is_another_identity(directory: Directory) -> Non
     store(one, 1)
     assert held(two, 1) == []
     assert load(two, 1).reason is Reason.ABSENT
+
+
+def test_nothing_is_written_uncounted_while_another_takes_over(directory: Directory) -> None:
+    first, second = directory.open(), directory.open()
+    store(first, 1)
+    assert store(second, 2)[0].is_good
+    first.close()
+    directory.files.hold("list")
+    second._upkeep.start(1000.0)
+    assert directory.files.wait_held(PATIENCE_SECONDS)
+    assert store(second, 3)[0].reason is Reason.NOT_READY
+    assert load(second, 1).is_good
+    directory.files.let_go()
+
+
+def test_a_good_block_put_in_the_place_of_a_bad_one_is_not_removed(directory: Directory) -> None:
+    tier = directory.open()
+    store(tier, 1)
+    good = directory.file(1).read_bytes()
+    with directory.file(1).open("r+b") as file:
+        file.seek(5000)
+        file.write(b"bad")
+    directory.files.hold("read")
+    call = tier.start_get_into(make_keys(1), [bytearray(BLOCK_BYTES)])
+    assert directory.files.wait_held(PATIENCE_SECONDS)
+    (directory.path / "beside").write_bytes(good)
+    (directory.path / "beside").rename(directory.file(1))
+    directory.files.let_go()
+    assert tier.wait(call)[0].reason is Reason.WRONG_CHECKSUM
+    assert load(tier, 1).is_good

@@ -473,3 +473,26 @@ def test_it_is_opened_by_url(tmp_path: Path) -> None:
     finally:
         tier.close()
     assert list((tmp_path / "kv cache" / "writers").iterdir()) == []
+
+
+def test_a_block_larger_than_the_capacity_pushes_nothing_out(directory: Directory) -> None:
+    tier = directory.open()
+    store(tier, *range(8))
+    big = [bytearray(9 * FILE_BYTES)]
+    assert tier.wait(tier.start_put(make_keys(100), big))[0].reason is Reason.FULL
+    assert held(tier, *range(8)) == list(range(8))
+
+
+def test_a_floor_that_cannot_be_kept_costs_no_block(directory: Directory) -> None:
+    tier = directory.open(keep_free_bytes=1 << 40)
+    directory.files.free = 0
+    assert store(tier, 1)[0].reason is Reason.FULL
+    tier.close()
+    tier = directory.open()
+    directory.files.free = None
+    store(tier, 1, 2)
+    tier.close()
+    tier = directory.open(keep_free_bytes=1 << 40)
+    directory.files.free = 0
+    assert store(tier, 3)[0].reason is Reason.FULL
+    assert held(tier, 1, 2, 3) == [1, 2]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import anyio
 import pytest
@@ -346,3 +348,47 @@ def test_a_tier_may_be_used_in_one_loop_after_the_other(rig: Rig) -> None:
     for backend in ("asyncio", "trio", "asyncio"):
         anyio.run(work, backend=backend)
     assert rig.tier.statistics().lookups == 3
+
+
+def test_a_bell_that_nobody_heard_rings_again_for_who_comes_late(rig: Rig) -> None:
+    call = rig.put(1)
+    rig.tier.begin_work()
+    rig.tier._land(call, [0], [miss(Reason.ABSENT)])
+    heard: list[str] = []
+    silence = rig.tier.add_doorbell(lambda: heard.append("late"))
+    assert heard == ["late"]
+    rig.tier.poll()
+    assert call.is_answered
+    silence()
+    rig.put(1)
+    rig.tier.land()
+    assert heard == ["late"]
+
+
+class HastyClock(ManualClock):
+    """Ends the first wait before its deadline, as the timer of an event loop may by a moment."""
+
+    def __init__(self) -> None:
+        super().__init__(1000.0)
+        self.wait_count = 0
+
+    @contextmanager
+    def cancel_at(self, deadline: float | None) -> Iterator[anyio.CancelScope]:
+        self.wait_count += 1
+        if self.wait_count > 1 and deadline is not None:
+            self.advance(deadline - self.now())
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            yield scope
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_timer_that_is_early_loses_no_answer(backend: str) -> None:
+    clock = HastyClock()
+    tier = ManualTier(IDENTITY, block_bytes=100, clock=clock)
+
+    async def work() -> None:
+        assert reasons(await tier.contains(make_keys(1, 2), deadline=1001.0)) == [Reason.DEADLINE] * 2
+
+    anyio.run(work, backend=backend)
+    assert clock.wait_count == 2

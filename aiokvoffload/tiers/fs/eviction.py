@@ -89,12 +89,12 @@ class EvictingLedger(Ledger):
         """Count a block that somebody else has written; return whether there was room for it."""
 
         def add() -> Reason | None:
-            if found.block in self._writing:
+            if self._is_changing(found.block):
                 return Reason.BUSY
             self._slots.remove(_key(found.block))
             return self._add(found.block, found.byte_count, Access(found.used_ns), found.used_ns, is_ready=True)
 
-        return self._add_making_room(add) in (None, Reason.BUSY)
+        return self._add_making_room(found.byte_count, add) in (None, Reason.BUSY)
 
     def reserve(self, block: BlockId, byte_count: int, access: Access, used_ns: int) -> Reason | None:
         """Reserve room, and remove the blocks that must leave for it."""
@@ -107,7 +107,7 @@ class EvictingLedger(Ledger):
             return Reason.FULL
 
         def add() -> Reason | None:
-            if block in self._writing or self._slots.is_leaving(key):
+            if self._is_changing(block):
                 return Reason.BUSY
             self._slots.remove(key)  # whoever writes it has found that it is not there
             reason = self._add(block, byte_count, access, used_ns, is_ready=False)
@@ -115,7 +115,7 @@ class EvictingLedger(Ledger):
                 self._writing.add(block)
             return reason
 
-        return self._add_making_room(add)
+        return self._add_making_room(byte_count, add)
 
     def commit(self, block: BlockId, byte_count: int) -> None:
         """Let the block leave from now on."""
@@ -139,11 +139,13 @@ class EvictingLedger(Ledger):
     def forget(self, block: BlockId) -> None:
         """Free the bytes of a block that is gone."""
         with self._guard:
-            if block not in self._writing:
+            if not self._is_changing(block):
                 self._drop(_key(block))
 
     def make_space(self, byte_count: int) -> bool:
-        """Remove blocks of at least so many bytes; return whether there were as many."""
+        """Remove blocks of at least so many bytes; return False, having removed none, if there are not as many."""
+        if byte_count > self._slots.used_bytes:
+            return False
         freed = 0
         for _ in range(_MOST_VICTIMS):
             with self._guard:
@@ -161,6 +163,10 @@ class EvictingLedger(Ledger):
             slots = self._slots
             return Holdings(slots.block_count, slots.used_bytes, slots.capacity_bytes, slots.evicted_blocks)
 
+    def _is_changing(self, block: BlockId) -> bool:
+        """Return whether another thread is writing or evicting a block; it will keep the books right."""
+        return block in self._writing or self._slots.is_leaving(_key(block))
+
     def _add(self, block: BlockId, byte_count: int, access: Access, used_ns: int, *, is_ready: bool) -> Reason | None:
         if not self._slots.has_room(byte_count):
             return Reason.FULL
@@ -168,8 +174,10 @@ class EvictingLedger(Ledger):
         self._used_ns[block] = used_ns
         return None
 
-    def _add_making_room(self, add: Callable[[], Reason | None]) -> Reason | None:
+    def _add_making_room(self, byte_count: int, add: Callable[[], Reason | None]) -> Reason | None:
         """Evict one block after the other until `add` says something else than that there is no room."""
+        if byte_count > self._slots.capacity_bytes:
+            return Reason.FULL
         for _ in range(_MOST_VICTIMS):
             with self._guard:
                 reason = add()
@@ -186,7 +194,7 @@ class EvictingLedger(Ledger):
         block = BlockId(victim.decode())
         try:
             used_ns = self._files.stat(self._layout.path(block)).st_mtime_ns
-            if used_ns > self._used_ns[block]:
+            if used_ns > self._used_ns.get(block, used_ns):
                 with self._guard:
                     self._slots.keep(victim, Access(used_ns))
                     self._used_ns[block] = used_ns

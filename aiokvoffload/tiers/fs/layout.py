@@ -111,9 +111,9 @@ class Layout:
         """
         try:
             files.make_directories(self.root)
-            self.check(files)
-            # Whoever comes in between finds nothing but this file and its like.
-            write_small_file(files, self.root, MARKER, json.dumps(FORMAT).encode())
+            if not self.check(files):
+                # Whoever comes in between finds nothing but this file and its like.
+                write_small_file(files, self.root, MARKER, json.dumps(FORMAT).encode())
             for path in (self.blocks, self.writers, self.reports):
                 files.make_directories(path)
         except OSError as exc:
@@ -122,15 +122,15 @@ class Layout:
                 "give a directory that this process may write"
             ) from exc
 
-    def check(self, files: Files) -> None:
-        """Refuse a directory that holds something else; an empty one is fine.
+    def check(self, files: Files) -> bool:
+        """Return whether a directory is one of ours, or False if it is empty.
 
         Raises:
             ConfigurationError: It holds something else, or blocks in another layout.
         """
         names = [name for name in files.list(self.root) if not name.startswith(f".{MARKER}")]
         if not names:
-            return
+            return False
         try:
             with open(f"{self.root}/{MARKER}", "rb") as file:
                 found = json.loads(file.read(4096))
@@ -146,6 +146,7 @@ class Layout:
                 f"{self.root} holds blocks in layout {found.get('version')!r}, this version knows layout "
                 f"{FORMAT['version']}; give another directory, or remove it"
             )
+        return True
 
     def describe(self, files: Files, identity: CacheIdentity) -> None:
         """Write what an identity is beside its blocks."""

@@ -35,7 +35,7 @@ class Ledger(ABC):
         """Note that a block's file is gone."""
 
     def make_space(self, byte_count: int) -> bool:
-        """Remove blocks of at least so many bytes because the file system is full; return whether any was."""
+        """Remove blocks of at least so many bytes because the file system is full; return whether that was done."""
         return False
 
     def holdings(self) -> Holdings:

@@ -22,8 +22,6 @@ class FileLock:
         self._files = files
         self._path = path
         self._descriptor: int | None = None
-        # A forked child inherits the open file, and with it the lock: it would outlive the one who took it.
-        os.register_at_fork(after_in_child=partial(_release, weakref.ref(self)))
 
     @property
     def descriptor(self) -> int:
@@ -54,6 +52,13 @@ class FileLock:
             return True
         self.release()
         return False
+
+    def forget_in_children(self) -> None:
+        """Let forked children close the file, for a lock that is held for long.
+
+        They inherit it, and with it the lock, which would outlive the one who took it.
+        """
+        os.register_at_fork(after_in_child=partial(_release, weakref.ref(self)))
 
     def release(self) -> None:
         """Give the lock back; idempotent."""

@@ -230,7 +230,7 @@ class BlockStore:
     def _access(self, use: Use, index: int) -> tuple[Access, int]:
         """Return the use of a block, and the time that says the same on its file: of equals, the deeper is older."""
         with self._tick_guard:
-            tick = self._ticks.tick(use.request_id)
+            tick = self._ticks.tick(use.request)
         depths = None if use.depths is None else [use.depths[index]]
         return Access(tick, self._clock.now(), depths=depths), tick - use.depth(index)
 

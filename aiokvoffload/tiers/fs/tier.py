@@ -119,6 +119,7 @@ class FileTier(ThreadedTier):
             thread_count=options.thread_count,
         )
         check_capacity(self.url, options.capacity_bytes, options.largest_file_bytes)
+        self.directory = directory
         self._options = options
         self._policy = POLICIES.resolve(options.policy)
         self._files = files or Files()

@@ -46,6 +46,7 @@ class Upkeep:
         self._make_ledger = make_ledger
         self._use_ledger = use_ledger
         self._lock = FileLock(files, layout.lock)
+        self._lock.forget_in_children()
         self._ledger: EvictingLedger | None = None
         self._step_guard = threading.Lock()
         self._is_stopping = threading.Event()

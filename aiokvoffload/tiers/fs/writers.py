@@ -32,6 +32,7 @@ class Writer:
             self._lock = FileLock(files, f"{self.directory}/lock")
             try:
                 if self._lock.take():
+                    self._lock.forget_in_children()
                     return
             except FileNotFoundError:
                 continue  # a sweep took the directory for one that somebody dead had left
@@ -47,8 +48,10 @@ class Writer:
 
     def close(self) -> None:
         """Remove what is left, and stop being a writer."""
-        remove_writer(self._files, self.directory)
-        self._lock.release()
+        try:
+            remove_writer(self._files, self.directory)
+        finally:
+            self._lock.release()
 
 
 def is_alive(files: Files, layout: Layout, writer: str) -> bool:

@@ -1,0 +1,1 @@
+"""What the library costs, measured beside yardsticks in the same run."""
