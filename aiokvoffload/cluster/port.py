@@ -23,7 +23,7 @@ from aiokvoffload.devices.base import Event
 from aiokvoffload.errors import BlocksInFlightError, ClosedError, InvalidRequestError, OffloadError, StateError
 from aiokvoffload.memory.base import HostMemory
 from aiokvoffload.ownership import Owner
-from aiokvoffload.transfers.base import Transfer
+from aiokvoffload.transfers.base import Transfer, TransferState
 from aiokvoffload.transfers.poller import Pace, PollStep
 from aiokvoffload.transfers.worker import OffloadingWorker
 
@@ -119,7 +119,8 @@ class WorkerPort:
             for transfer_id in batch.fences:
                 if (transfer := self._transfers.get(transfer_id)) is not None:
                     self._worker.send_at_once(transfer)
-                    self._worker.fence(transfer)
+                    if transfer.state is TransferState.SENT:  # else it has failed, and a step behind it is void
+                        self._worker.fence(transfer)
         self._wake_up.ring()
 
     def close(self) -> None:

@@ -177,7 +177,7 @@ class OffloadingWorker(TransferWorker):
 
     def fence(self, transfer: Transfer) -> None:
         """Let the compute stream wait for a sent transfer."""
-        if _is_queued(transfer):
+        if transfer.state is not TransferState.SENT:
             raise StateError("the copies are still queued; await handle.sent() before fence()")
         if self._compute_stream is None:
             raise StateError("no compute stream was named when the offloader was opened; await the handle instead")

@@ -472,6 +472,17 @@ def test_a_fence_needs_a_compute_stream_on_every_rank(tmp_path: Path) -> None:
         assert handle.wait(timeout_seconds=PATIENCE_SECONDS).success
 
 
+def test_a_fence_on_what_a_rank_cannot_send_holds_nothing_back(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    with cluster.open() as offloader:
+        handle = offloader.store_soon(offloader.keys(range(4)), [0])
+        handle.fence()
+        cluster.ranks[1].device.refuse_next("no descriptors left")
+        cluster.step(offloader)
+        cluster.land()
+        assert not handle.wait(timeout_seconds=PATIENCE_SECONDS).success
+
+
 def test_take_jobs_is_for_engines_of_several_processes() -> None:
     import torch
 
