@@ -207,6 +207,30 @@ def test_a_fence_on_what_is_under_way_travels_alone(tmp_path: Path) -> None:
         assert offloader.take_jobs() == b""
 
 
+def test_a_later_fence_sends_what_a_rank_still_holds_back(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, rank_options=lambda rank: {"in_flight_bytes": 1})
+    with cluster.open() as offloader:
+        handles = [offloader.store_soon([key], [block]) for block, key in enumerate(offloader.keys(range(8)))]
+        cluster.step(offloader)
+        assert [len(rank.device.copies) for rank in cluster.ranks] == [1, 1]
+        handles[1].fence()
+        cluster.step(offloader)
+        assert [len(rank.device.copies) for rank in cluster.ranks] == [2, 2]
+        cluster.land()
+        assert all(handle.wait(timeout_seconds=PATIENCE_SECONDS).success for handle in handles)
+
+
+def test_a_rank_whose_device_has_no_doorbell_looks_for_landings_itself(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    for rank in cluster.ranks:
+        rank.device.add_doorbell = lambda ring: None  # type: ignore[method-assign, assignment, misc, return-value]
+    with cluster.open() as offloader:
+        handle = offloader.store_soon(offloader.keys(range(4)), [0])
+        cluster.step(offloader)
+        cluster.land()
+        assert handle.wait(timeout_seconds=PATIENCE_SECONDS).success
+
+
 def test_a_demotion_is_sent_at_once_and_takes_with_it_what_must_go_before(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, rank_options=lambda rank: {"in_flight_bytes": 1}, placement="exclusive")
     with cluster.open() as offloader:

@@ -64,8 +64,14 @@ def test_a_rank_that_differs_is_refused_with_both_values(
 
 
 def test_the_engine_has_as_many_gpu_blocks_as_its_smallest_rank(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, rank_options=lambda rank: {"block_count": 16 - 4 * rank})
-    with cluster.open() as offloader:
+    cluster = Cluster(tmp_path, 3, rank_options=lambda rank: {"block_count": (16, 12, 20)[rank]})
+    first, *others = cluster.ranks
+    first.join_soon()
+    # One after the other, so that the smallest is neither the first nor the last.
+    steps: list[Step] = [(lambda joined, rank=rank: joined == rank.number, rank.join_soon) for rank in others]  # type: ignore[misc]
+    with cluster.context_doing(*steps) as offloader:
+        for rank in cluster.ranks:
+            rank.wait_joined()
         keys = offloader.keys(range(4))
         assert not offloader.store_soon(keys, [11]).is_idle
         with pytest.raises(ValueError, match="GPU block 12 is out of range: there are 12"):
@@ -73,6 +79,7 @@ def test_the_engine_has_as_many_gpu_blocks_as_its_smallest_rank(tmp_path: Path) 
         cluster.step(offloader)
         cluster.land()
         poll_until(offloader, lambda: not offloader.statistics().sent_transfers)
+    cluster.leave()
 
 
 def test_tensors_of_the_scheduler_must_agree_with_the_ranks(tmp_path: Path) -> None:
