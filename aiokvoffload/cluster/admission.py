@@ -6,8 +6,8 @@ import select
 from pathlib import Path
 
 from aiokvoffload.clock import Clock
-from aiokvoffload.cluster.channel import Peer, connect
 from aiokvoffload.cluster.messages import FrameError, Join, Leaving, Message, Refused, Welcome, shortened
+from aiokvoffload.cluster.peer import Peer, connect
 from aiokvoffload.cluster.places import meeting_directory, socket_path
 from aiokvoffload.errors import ConfigurationError, StateError
 from aiokvoffload.memory.base import PreparationProgress, Report

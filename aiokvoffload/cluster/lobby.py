@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from aiokvoffload.clock import Clock
-from aiokvoffload.cluster.channel import Channel, Gone, Inbox, News, Peer, Received, connect
+from aiokvoffload.cluster.channel import Channel, Gone, Inbox, News, Received
 from aiokvoffload.cluster.messages import Join, Leaving, Refused, Welcome, name_ranks
+from aiokvoffload.cluster.peer import Peer, connect
 from aiokvoffload.cluster.places import EngineLock, boot_id, describe_taken, meeting_directory, socket_path
 from aiokvoffload.errors import ConfigurationError, OffloadError, StateError
 from aiokvoffload.kv_caches import CacheShape

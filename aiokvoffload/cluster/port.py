@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import selectors
 import threading
+from contextlib import suppress
 from functools import partial
 
 from aiokvoffload.clock import Clock
-from aiokvoffload.cluster.channel import Peer, WakeUp
 from aiokvoffload.cluster.jobs import Job, JobBatch, decode_batch
 from aiokvoffload.cluster.messages import (
     Fault,
@@ -19,8 +19,16 @@ from aiokvoffload.cluster.messages import (
     Refused,
     shortened,
 )
+from aiokvoffload.cluster.peer import Peer, WakeUp
 from aiokvoffload.devices.base import Event
-from aiokvoffload.errors import BlocksInFlightError, ClosedError, InvalidRequestError, OffloadError, StateError
+from aiokvoffload.errors import (
+    BlocksInFlightError,
+    ClosedError,
+    DeviceError,
+    InvalidRequestError,
+    OffloadError,
+    StateError,
+)
 from aiokvoffload.memory.base import HostMemory
 from aiokvoffload.ownership import Owner
 from aiokvoffload.transfers.base import Transfer, TransferState
@@ -265,6 +273,7 @@ class WorkerPort:
         while 0 < worker.sent_count < count and self._clock.now() < deadline:
             count = worker.sent_count
             for transfer in worker.under_way():
-                worker.wait_for(transfer, max(0.0, deadline - self._clock.now()))
+                with suppress(DeviceError):  # the poll ends what the device has failed
+                    worker.wait_for(transfer, max(0.0, deadline - self._clock.now()))
             self._poll()
         return frozenset(block for transfer in worker.under_way() for block in transfer.gpu_spec.block_ids.tolist())

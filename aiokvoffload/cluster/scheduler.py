@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, get_args
 
 from aiokvoffload.clock import Clock
-from aiokvoffload.cluster.channel import Gone, Inbox, News, Peer, Received
+from aiokvoffload.cluster.channel import Gone, Inbox, News, Received
 from aiokvoffload.cluster.jobs import Job, encode_batch
 from aiokvoffload.cluster.messages import Fault, Join, Landing, Landings, Leaving, Refused, name_ranks
+from aiokvoffload.cluster.peer import Peer
 from aiokvoffload.devices.base import Direction, Event
 from aiokvoffload.errors import ConfigurationError, DeviceError, InvalidRequestError, RankLostError, StateError
 from aiokvoffload.kv_caches import CacheShape

@@ -19,8 +19,8 @@ from offloader_rig import Interrupted, on_both_loops
 
 from aiokvoffload.clock import SystemClock
 from aiokvoffload.cluster.admission import Admission
-from aiokvoffload.cluster.channel import connect
 from aiokvoffload.cluster.messages import join_of
+from aiokvoffload.cluster.peer import connect
 from aiokvoffload.cluster.places import EngineLock, meeting_directory, socket_path
 from aiokvoffload.errors import ConfigurationError, LayoutError, StateError
 from aiokvoffload.kv_caches import CanonicalKVCaches

@@ -10,8 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from aiokvoffload.cluster.channel import Gone, Inbox, Peer, Received
+from aiokvoffload.cluster.channel import Gone, Inbox, Received
 from aiokvoffload.cluster.messages import Landing, Landings, Leaving
+from aiokvoffload.cluster.peer import Peer
 from aiokvoffload.cluster.scheduler import ClusterWorker
 from aiokvoffload.devices.base import Direction
 from aiokvoffload.errors import RankLostError
