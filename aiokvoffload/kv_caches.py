@@ -95,7 +95,7 @@ class CacheShape:
         block_size_factor: GPU blocks per offloaded block.
 
     Raises:
-        ConfigurationError: The factor is not positive.
+        ConfigurationError: A number is not positive, or groups and pages do not fit each other.
     """
 
     groups: tuple[KVGroup, ...]
@@ -105,6 +105,10 @@ class CacheShape:
 
     def __post_init__(self) -> None:
         _positive("block_size_factor", self.block_size_factor)
+        _positive("block_count", self.block_count)
+        pages = self.group_page_bytes
+        if not pages or len(pages) != len(self.groups) or any(min(group, default=0) < 1 for group in pages):
+            raise ConfigurationError(f"{len(self.groups)} KV groups cannot have pages of {pages} bytes")
 
     @property
     def group_slot_bytes(self) -> tuple[int, ...]:

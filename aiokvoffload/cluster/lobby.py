@@ -45,6 +45,8 @@ class Lobby:
         ConfigurationError: The name is taken or no name, or the world has no rank.
     """
 
+    prepares_at_once = False
+
     def __init__(
         self,
         engine_id: str,
@@ -83,8 +85,6 @@ class Lobby:
         except BaseException:
             self._lock.release()
             raise
-
-    prepares_at_once = False
 
     @property
     def cache(self) -> CacheShape:
@@ -162,7 +162,6 @@ class Lobby:
             case Received(_, Leaving(reason)) if rank is not None:
                 raise StateError(f"engine {self.engine_id!r}: rank {rank} has left: {reason}")
             case Gone(peer) if rank is not None:
-                # The first of the two signs may come alone; whatever it died of is not known here.
                 raise StateError(f"engine {self.engine_id!r}: rank {rank} ({peer}) has died while the engine started")
             case Received(peer, message):
                 _logger.warning("%s said %s too early; ignored", peer, type(message).__name__)
