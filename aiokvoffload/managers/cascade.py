@@ -66,7 +66,6 @@ class Cascade:
         self._taken_count = 0
         self._slots_in_writing = 0
         self._max_slots_in_writing = max(1, int(_MAX_SHARE_IN_WRITING * slot_count))
-        self._is_pumping = False
 
     def count_uses(self, keys: Sequence[OffloadKey], depths: Sequence[int], request_id: str | None) -> None:
         """Count one request's use of blocks; those stored already may be worth writing now."""
@@ -121,14 +120,6 @@ class Cascade:
 
     def pump(self) -> None:
         """Start writes, as far as the budget goes."""
-        if not self._is_pumping:  # a write that ends at once pumps again
-            self._is_pumping = True
-            try:
-                self._pump()
-            finally:
-                self._is_pumping = False
-
-    def _pump(self) -> None:
         planned = self._planned
         if planned.plan.cascade == "ahead" and self._taken_count * _LOOKS_PER_COLD_END >= self._cold_count:
             self._taken_count = 0
@@ -195,27 +186,20 @@ class Cascade:
             request_id=request_id,
             depths=[depths[position] for position in present],
         )
-        call.on_answered(lambda: self._note_answer(keys, slots, call))
+        call.on_answered(lambda: self._note_answer(slots, call))
         call.on_over(lambda: self._give_back(byte_count, lease))
 
-    def _note_answer(self, keys: list[OffloadKey], slots: list[int], call: TierCall) -> None:
-        """Note what was written; a slot may have lost its block meanwhile, and then it is nobody's yet."""
-        still = self._backing.stored_slots(keys)
-        good = [
-            slot
-            for slot, now_in, result in zip(slots, still, call.results, strict=True)
-            if result.is_good and slot == now_in
-        ]
-        written_count = sum(result.is_good for result in call.results)
-        self._planned.tally.written += written_count
-        self._planned.tally.refused_writes += len(keys) - written_count
+    def _note_answer(self, slots: list[int], call: TierCall) -> None:
+        """Note what was written; a slot that has lost its block meanwhile is taken only when the tier lets go."""
+        good = [slot for slot, result in zip(slots, call.results, strict=True) if result.is_good]
+        self._planned.tally.written += len(good)
+        self._planned.tally.refused_writes += len(slots) - len(good)
         self.note_written(good)
 
     def _give_back(self, byte_count: int, lease: Lease) -> None:
         self._planned.writing_bytes -= byte_count
         self._slots_in_writing -= len(lease.slots)
         lease.release()
-        self.pump()
 
     def _byte_count(self, keys: Sequence[OffloadKey]) -> int:
         return sum(self._slot_bytes.group_bytes(offload_group_index(key)) for key in keys)

@@ -58,7 +58,6 @@ class Promotions:
         self._line: deque[Callable[[], bool]] = deque()
         self._retry_at: OrderedDict[OffloadKey, float] = OrderedDict()
         self._tickets: dict[PrepareStoreOutput, None] = {}
-        self._is_pumping = False
 
     @property
     def slot_count(self) -> int:
@@ -77,20 +76,14 @@ class Promotions:
         return True
 
     def enqueue(self, start: Callable[[], bool]) -> None:
-        """Call `start` in its turn, now or when a read has ended; again, as long as it returns False."""
+        """Call `start` in its turn, now or in a later `pump`; again, as long as it returns False."""
         self._line.append(start)
         self.pump()
 
     def pump(self) -> None:
         """Start what stands in line, as far as the budgets go."""
-        if self._is_pumping:  # a read that ends at once pumps again
-            return
-        self._is_pumping = True
-        try:
-            while self._line and self._line[0]():
-                self._line.popleft()
-        finally:
-            self._is_pumping = False
+        while self._line and self._line[0]():
+            self._line.popleft()
 
     def has_room(self, sources: Mapping[OffloadKey, PlannedTier]) -> bool:
         """Return whether the budgets allow to read blocks now; one load always may."""
@@ -160,7 +153,6 @@ class Promotions:
     def _give_back(self, planned: PlannedTier, byte_count: int, lease: Lease) -> None:
         planned.reading_bytes -= byte_count
         lease.release()
-        self.pump()
 
     def _byte_count(self, key: OffloadKey) -> int:
         return self._slot_bytes.group_bytes(offload_group_index(key))

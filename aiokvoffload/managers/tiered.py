@@ -99,6 +99,7 @@ class TieredOffloadingManager(OffloadingManager):
         """Collect what tiers have answered, and start what may start."""
         for planned in self._planned:
             planned.tier.poll()
+        self._promotions.pump()
         for cascade in self._cascades:
             cascade.pump()
 

@@ -9,7 +9,7 @@ from aiokvoffload.errors import ConfigurationError
 from aiokvoffload.keys import OffloadKey
 
 DEFAULT_HISTORY_BYTES_PER_BLOCK = 1024
-GHOST_BYTES = 256
+GHOST_BYTES = 192
 """Upper bound of what one remembered block takes, its key included; a test holds it to that."""
 
 _SHARD_SIZE = 2048
@@ -19,7 +19,8 @@ _REMEMBERED_TICKS = 4096
 class History:
     """One number for each block that left lately; the oldest is forgotten first.
 
-    Kept in shards, so that no call ever rebuilds one large table.
+    Kept in shards, so that no call ever rebuilds, or frees, one large table; and in plain dicts, which the garbage
+    collector leaves alone as long as there are only keys and numbers in them.
 
     Args:
         limit: How many blocks are remembered at most.
@@ -30,7 +31,8 @@ class History:
         if limit > 0:
             shard_count = -(-limit // _SHARD_SIZE)
             self._shard_limits = [limit // shard_count + (shard < limit % shard_count) for shard in range(shard_count)]
-        self._shards: list[OrderedDict[OffloadKey, float]] = [OrderedDict() for _ in self._shard_limits]
+        self._shards: list[dict[OffloadKey, float]] = [{} for _ in self._shard_limits]
+        self._given_up: list[dict[OffloadKey, float]] = []
 
     def __len__(self) -> int:
         return sum(map(len, self._shards))
@@ -58,14 +60,17 @@ class History:
             return
         index = crc32(key) % len(self._shards)
         shard = self._shards[index]
+        shard.pop(key, None)
         shard[key] = number
-        shard.move_to_end(key)
         if len(shard) > self._shard_limits[index]:
-            shard.popitem(last=False)
+            del shard[next(iter(shard))]
+        if self._given_up:
+            self._given_up.pop()
 
     def clear(self) -> None:
-        """Forget all blocks."""
-        self._shards = [OrderedDict() for _ in self._shard_limits]
+        """Forget all blocks; their memory is given back by later calls, piece by piece."""
+        self._given_up += self._shards
+        self._shards = [{} for _ in self._shard_limits]
 
 
 def history_limit(capacity: int, history_bytes_per_block: int) -> int:

@@ -13,6 +13,8 @@ import math
 from array import array
 from collections.abc import Sequence
 
+import numpy as np
+
 from aiokvoffload.errors import ConfigurationError
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.policies.base import Access
@@ -56,7 +58,7 @@ class LRFUPolicy(RankedPolicy):
         self._half_life = half_life_capacities * capacity
         self._clock = InsertionClock()
         self._history = History(history_limit(capacity, history_bytes_per_block))
-        self._key_of: list[OffloadKey] = [OffloadKey(b"")] * capacity
+        self._key_of = np.empty(capacity, dtype=object)  # a list would be walked through by the garbage collector
         self._last_tick = array("q", bytes(8 * capacity))
         self._weight = array("d", bytes(8 * capacity))
         self._has_level_above = False

@@ -10,6 +10,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+import numpy as np
+
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.policies.base import Access
 from aiokvoffload.policies.history import DEFAULT_HISTORY_BYTES_PER_BLOCK, History, history_limit
@@ -30,7 +32,7 @@ class LRU2Policy(RankedPolicy):
     def __init__(self, capacity: int, *, history_bytes_per_block: int = DEFAULT_HISTORY_BYTES_PER_BLOCK) -> None:
         super().__init__(capacity)
         self._history = History(history_limit(capacity, history_bytes_per_block))
-        self._key_of: list[OffloadKey] = [OffloadKey(b"")] * capacity
+        self._key_of = np.empty(capacity, dtype=object)  # a list would be walked through by the garbage collector
         self._last_tick = array("q", bytes(8 * capacity))
         self._previous_tick = array("q", bytes(8 * capacity))
 

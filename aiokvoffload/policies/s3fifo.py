@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
+import numpy as np
+
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.policies.base import Access
 from aiokvoffload.policies.history import History
@@ -40,7 +42,7 @@ class S3FIFOPolicy(RankedPolicy):
         super().__init__(capacity, line_count=3, first_line=_DEMOTED)
         self._small_target = max(1, int(_SMALL_SHARE * capacity))
         self._ghosts = History(capacity - int(_SMALL_SHARE * capacity))
-        self._key_of: list[OffloadKey] = [OffloadKey(b"")] * capacity
+        self._key_of = np.empty(capacity, dtype=object)  # a list would be walked through by the garbage collector
         self._last_tick = array("q", bytes(8 * capacity))
         self._uses = bytearray(capacity)
         self._latest_tick = 1

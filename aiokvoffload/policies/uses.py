@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from zlib import crc32
 
-from aiokvoffload.keys import OffloadKey
-from aiokvoffload.policies.lrfu import used_again
+import numpy as np
+import numpy.typing as npt
+
+from aiokvoffload.policies.slots import SlotArray
 
 _SHARD_SIZE = 2048
 
+LAST, PREVIOUS, FIRST, WEIGHTS = 0, 1, 2, 3
+"""The columns of a use table: ticks of the last use, the last but one and the first one, then a weight for each
+half-life."""
+
+Rows = Sequence[int] | SlotArray
+Uses = npt.NDArray[np.float64]
+"""Rows of a use table."""
+
 
 class UseTable:
-    """The last two uses of a block, as ticks, and its weight for each of some half-lives.
+    """The first and the last two uses of a block, as ticks, and its weight for each of some half-lives.
+
+    All calls take batches of rows.
 
     Args:
         row_count: Number of rows.
@@ -21,40 +32,57 @@ class UseTable:
     """
 
     def __init__(self, row_count: int, half_lives: Sequence[float]) -> None:
-        self.last_tick = array("q", bytes(8 * row_count))
-        self.previous_tick = array("q", bytes(8 * row_count))
-        self.weights = [array("d", bytes(8 * row_count)) for _ in half_lives]
-        self._half_lives = list(half_lives)
+        # Whole numbers as large as ticks are exact in a float, and one block's numbers lie side by side. All of it is
+        # written to here, because memory that is met for the first time stops a call for milliseconds.
+        column_count = WEIGHTS + len(half_lives)
+        self._table: Uses = np.frombuffer(bytearray(8 * row_count * column_count)).reshape(row_count, column_count)
+        self._half_lives = np.array(half_lives)
 
-    def start(self, row: int, tick: int, time: int) -> None:
-        """Note the first use of a block."""
-        self.last_tick[row] = tick
-        self.previous_tick[row] = 0
-        for weights, half_life in zip(self.weights, self._half_lives, strict=True):
-            weights[row] = time / half_life
+    def of(self, rows: Rows) -> Uses:
+        """Return a copy of some rows."""
+        return self._table[rows]
 
-    def use(self, rows: Iterable[int], tick: int, time: int) -> None:
+    def last_ticks(self, rows: Rows) -> Uses:
+        """Return when blocks were used last."""
+        last: Uses = self._table[rows, LAST]
+        return last
+
+    def start(self, rows: Rows, tick: int, time: int) -> None:
+        """Note the first use of blocks."""
+        self._table[rows] = self.first_use(tick, time)
+
+    def first_use(self, tick: int, time: int) -> Uses:
+        """Return the row of a block that is used for the first time."""
+        return np.array([tick, 0.0, tick, *(time / self._half_lives)])
+
+    def use(self, rows: Rows, tick: int, time: int) -> None:
         """Note another use of blocks whose last one was before `tick`."""
-        rows = list(rows)
-        last, previous = self.last_tick, self.previous_tick
-        for row in rows:
-            previous[row] = last[row]
-            last[row] = tick
-        for weights, half_life in zip(self.weights, self._half_lives, strict=True):
-            now = time / half_life
-            for row in rows:
-                weights[row] = used_again(weights[row], now)
+        uses = self._table[rows]
+        uses[:, PREVIOUS] = uses[:, LAST]
+        uses[:, LAST] = tick
+        # The logarithm of the sum of two weights that are logarithms; see `LRFUPolicy`.
+        np.logaddexp2(uses[:, WEIGHTS:], time / self._half_lives, out=uses[:, WEIGHTS:])
+        self._table[rows] = uses
 
-    def copy(self, source: int, target: int) -> None:
-        """Give one row the numbers of another."""
-        self.last_tick[target] = self.last_tick[source]
-        self.previous_tick[target] = self.previous_tick[source]
-        for weights in self.weights:
-            weights[target] = weights[source]
+    def put(self, rows: Rows, uses: Uses) -> None:
+        """Overwrite rows."""
+        self._table[rows] = uses
+
+    def reserve(self, row_count: int) -> None:
+        """Make room for so many rows, and as many again if there was none."""
+        if row_count > len(self._table):
+            self._table = np.concatenate([self._table, np.zeros((row_count, self._table.shape[1]))])
+
+    def copy(self, sources: Rows, targets: Rows) -> None:
+        """Give rows the numbers of others."""
+        self._table[targets] = self._table[sources]
 
 
 class GhostRows:
     """Which row belongs to which block that left; the oldest makes room.
+
+    A block is known by the hash of its key, which takes less memory than the key. Should two ever have the same one, a
+    block is taken for another that left, and no harm is done.
 
     Args:
         first_row: The first row that is for ghosts.
@@ -63,45 +91,46 @@ class GhostRows:
 
     def __init__(self, first_row: int, limit: int) -> None:
         self._first_row = first_row
-        self._limit = limit
-        self._shards: list[dict[OffloadKey, int]] = []
-        self._key_of: list[OffloadKey | None] = []
+        self.limit = limit
+        # In shards, so that no call ever rebuilds, or frees, one large table.
+        self._shards: list[dict[int, int]] = [{} for _ in range(1 << (limit // _SHARD_SIZE).bit_length())]
+        self._given_up: list[dict[int, int]] = []
+        self._hash_of = array("q", bytes(8 * limit))
         self._next = 0
-        self.clear()
 
     def __len__(self) -> int:
         return sum(map(len, self._shards))
 
-    def get(self, key: OffloadKey) -> int | None:
-        """Return the row of a ghost, None for a stranger."""
-        return self._shard(key).get(key)
+    def get(self, hashes: Iterable[int]) -> list[int | None]:
+        """Return the row of each ghost, None for a stranger."""
+        shards, mask = self._shards, len(self._shards) - 1
+        return [shards[hashed & mask].get(hashed) for hashed in hashes]
 
-    def pop(self, key: OffloadKey) -> int | None:
-        """End a ghost and return its row, which keeps its numbers until the next `put`."""
-        row = self._shard(key).pop(key, None)
-        if row is not None:
-            self._key_of[row - self._first_row] = None
-        return row
+    def pop(self, hashes: Iterable[int]) -> list[int | None]:
+        """End ghosts and return their rows, which keep their numbers until the next `put`."""
+        shards, mask = self._shards, len(self._shards) - 1
+        if self._given_up:
+            self._given_up.pop()
+        return [shards[hashed & mask].pop(hashed, None) for hashed in hashes]
 
-    def put(self, key: OffloadKey) -> int | None:
-        """Return the row of a new ghost, None if there is no room for any."""
-        if not self._limit:
-            return None
-        index = self._next
-        self._next = (index + 1) % self._limit
-        if index == len(self._key_of):
-            self._key_of.append(None)
-        elif (oldest := self._key_of[index]) is not None:
-            del self._shard(oldest)[oldest]
-        self._key_of[index] = key
-        row = self._shard(key)[key] = self._first_row + index
-        return row
+    def put(self, hashes: Sequence[int]) -> list[int]:
+        """Return the rows of new ghosts: of the last ones if there is no room for all of them."""
+        shards, mask, hash_of = self._shards, len(self._shards) - 1, self._hash_of
+        rows = []
+        for hashed in hashes[max(0, len(hashes) - self.limit) :]:
+            index = self._next
+            self._next = index + 1 if index + 1 < self.limit else 0
+            row = self._first_row + index
+            oldest = hash_of[index]
+            shard = shards[oldest & mask]
+            if shard.get(oldest) == row:  # it may have ended, and be another ghost by now
+                del shard[oldest]
+            hash_of[index] = hashed
+            shards[hashed & mask][hashed] = row
+            rows.append(row)
+        return rows
 
     def clear(self) -> None:
-        """End all ghosts."""
-        self._shards = [{} for _ in range(max(1, -(-self._limit // _SHARD_SIZE)))]
-        self._key_of = []
-        self._next = 0
-
-    def _shard(self, key: OffloadKey) -> dict[OffloadKey, int]:
-        return self._shards[crc32(key) % len(self._shards)]
+        """End all ghosts; their memory is given back by later calls, piece by piece."""
+        self._given_up += self._shards
+        self._shards = [{} for _ in self._shards]

@@ -132,6 +132,7 @@ def test_reads_stand_in_line_for_the_byte_budget_and_one_always_may() -> None:
     rig.tier.land(4)
     assert rig.manager.statistics().promoting == 2
     rig.tier.land(2)
+    rig.manager.poll_nowait()
     assert not loads[0].is_waiting
     assert rig.manager.statistics().promoting == 1
     assert [rig.finish(load) for load in loads] == [2, 1, 1]
@@ -337,6 +338,7 @@ def test_blocks_that_come_back_are_written_at_their_second_use() -> None:
     rig.land_all()
     assert rig.tier_has(1, 2) == [False, False]
     rig.manager.touch(keys[:1], rig.context())
+    assert rig.manager.tier_statistics()[0].writing_bytes == 16
     rig.land_all()
     assert rig.tier_has(1, 2) == [True, False]
     rig.assert_at_rest()
@@ -383,6 +385,54 @@ def test_a_write_that_the_tier_refuses_is_counted_and_costs_nothing_else() -> No
     rig.tier.land(2, result=refusal(Reason.FULL))
     assert rig.manager.tier_statistics()[0].refused_writes == 2
     assert rig.finish(rig.load(1, 2)) == 2
+    rig.assert_at_rest()
+
+
+def test_the_next_block_of_a_slot_is_written_too() -> None:
+    rig = make_rig(1)
+    for number in (1, 2, 3):
+        rig.store(number)
+        rig.land_all()
+    assert rig.tier_has(1, 2, 3) == [True] * 3
+
+
+def test_what_a_tier_has_is_not_written_to_it_again() -> None:
+    rig = make_rig(4, TierPlan(cascade="ahead", clean_share=1.0))
+    rig.put_into_tier(1)
+    assert rig.finish(rig.load(1)) == 1
+    rig.store(2)
+    rig.land_all()
+    rig.manager.touch(make_keys(1, 2), rig.context())
+    rig.store(3)
+    rig.land_all()
+    assert rig.tier.statistics().stores == 3
+    rig.store(10, 11, 12, 13)
+    assert rig.manager.tier_statistics()[0].dirty_evictions == 0
+
+
+def test_what_a_reset_has_dropped_is_neither_written_nor_missed() -> None:
+    rig = make_rig(4, TierPlan(cascade="ahead", clean_share=0.25))
+    rig.store(1, 2, 3, 4)
+    rig.manager.reset_nowait()
+    rig.store(5, 6, 7, 8)
+    assert rig.manager.tier_statistics()[0].dirty_evictions == 0
+    rig = make_rig(4, TierPlan(write_bytes=1))
+    rig.store(1, 2, 3)
+    rig.manager.reset_nowait()
+    rig.land_all()
+    assert rig.tier_has(1, 2, 3) == [True, False, False]
+    assert rig.manager.tier_statistics()[0].dropped_writes == 0
+    rig.assert_at_rest()
+
+
+def test_a_load_that_is_given_up_in_the_line_reads_nothing() -> None:
+    rig = make_rig(8, TierPlan(cascade="reused", min_uses=1_000, read_bytes=20))
+    rig.put_into_tier(1, 2)
+    first, second = rig.load(1), rig.load(2)
+    rig.tier.land(2)
+    rig.manager.complete_load_nowait(second)
+    assert rig.finish(first) == 1
+    assert rig.manager.tier_statistics()[0].promoted == 1
     rig.assert_at_rest()
 
 

@@ -20,8 +20,8 @@ class TestAdaptiveWithShortRounds(PolicyContract):
 
     @pytest.fixture(autouse=True)
     def _short_rounds(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("aiokvoffload.policies.adaptive._MIN_ROUND_BLOCKS", 2)
-        monkeypatch.setattr("aiokvoffload.policies.adaptive._MIN_SAMPLE", 1)
+        monkeypatch.setattr("aiokvoffload.policies.tournament._MIN_ROUND_BLOCKS", 2)
+        monkeypatch.setattr("aiokvoffload.policies.tournament._MIN_SAMPLE", 1)
 
     def make_policy(self, capacity: int) -> AdaptivePolicy:
         return AdaptivePolicy(capacity, history_bytes_per_block=100_000, store_cost=0.1)
@@ -31,7 +31,7 @@ def repeat_and_scan(cache: MetadataCache, request_count: int) -> None:
     """Every other request is one of a few that come back, the others never do."""
     for tick in range(1, request_count + 1):
         first = tick % 40 // 2 * 10 if tick % 2 else 10_000 + 30 * tick
-        keys = make_keys(*range(first, first + (10 if tick % 2 else 30)))
+        keys = make_keys(*range(first, first + (10 if tick % 2 else 24)))
         cache.request(keys, Access(tick, depths=range(16, 16 * (len(keys) + 1), 16)))
 
 
@@ -61,7 +61,8 @@ def test_after_a_change_blocks_move_over_in_slices() -> None:
         policy.insert(slots, make_keys(*slots), Access(tick))
         policy.unpin(slots)
     order = order_of(policy)
-    policy._winner, policy._current = 3, 1
+    policy._winner = policy._tournament.winner = 1
+    policy._current = 1
     assert order_of(policy) == order
     policy.touch([order[-1]], Access(50))
     assert 0 < policy._lines[0].evictable_count < 399
@@ -93,5 +94,5 @@ def test_the_same_requests_lead_to_the_same_end() -> None:
     for _ in range(2):
         policy = AdaptivePolicy(240)
         repeat_and_scan(MetadataCache(policy), 500)
-        ends.append((policy.winner, order_of(policy), policy._scores))
+        ends.append((policy.winner, order_of(policy), policy._tournament.scores.tolist()))
     assert ends[0] == ends[1]
