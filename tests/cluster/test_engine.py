@@ -6,8 +6,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 from cluster_rig import BLOCK_BYTES, PATIENCE_SECONDS, Cluster, poll_until
+from offloader_rig import Interrupted, on_both_loops, settle
 
 from aiokvoffload.clock import SystemClock
 from aiokvoffload.devices.base import Direction, Event
@@ -517,3 +519,41 @@ def test_take_jobs_is_for_engines_of_several_processes() -> None:
         pytest.raises(StateError, match="moves the bytes itself"),
     ):
         offloader.take_jobs()
+
+
+@on_both_loops
+async def test_a_cancelled_store_takes_back_what_no_rank_knows_and_waits_for_the_rest(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    cluster.join_soon()
+    async with cluster.context() as offloader:
+        for rank in cluster.ranks:
+            rank.wait_joined()
+        keys = offloader.keys(range(4))
+        with anyio.CancelScope() as scope:
+            await Interrupted(offloader.store(keys, [0]), scope.cancel, 1)
+        assert scope.cancelled_caught
+        assert offloader.statistics().manager.failed_blocks == 1  # it had begun
+        assert offloader.take_jobs() == b""
+        assert_nothing_is_held(offloader)
+        ended: list[str] = []
+
+        async def store() -> None:
+            try:
+                await offloader.store(keys, [0])
+            finally:
+                ended.append("ended")
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(store)
+            await settle()
+            jobs = offloader.take_jobs()
+            for rank in cluster.ranks:
+                rank.port.submit(jobs)
+            tasks.cancel_scope.cancel()
+            await settle()
+            assert ended == []
+            cluster.land()
+        assert ended == ["ended"]
+        assert states(offloader, keys) == [LookupResult.HIT]
+        assert_idle(offloader)
+    cluster.leave()
