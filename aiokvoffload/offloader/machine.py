@@ -64,7 +64,6 @@ class OffloaderMachine:
         self._identity = parts.identity
         self.shapes = BlockShapes(parts.cache)
         self._cache = parts.cache
-        self._group_slot_bytes = parts.cache.group_slot_bytes
         self._worker = parts.worker
         self._owner = Owner("offloader")
         self._owner.check_thread()
