@@ -14,7 +14,7 @@ TORCH = "torch==2.13.0"
 LINT = ["ruff>=0.9", "import-linter>=2.1"]
 TYPES = ["mypy>=1.14"]
 TESTS = ["pytest>=8.3", "pytest-asyncio>=1.0", "pytest-timeout>=2.3", "hypothesis>=6.100", "trio>=0.26"]
-TESTED_EXTRAS = ".[cli,plot]"
+TESTED_EXTRAS = ".[cli,cluster,plot]"
 
 
 @nox.session

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from aiokvoffload.clock import Clock, SystemClock
+    from aiokvoffload.cluster import WorkerPort, join_offloader
     from aiokvoffload.errors import (
         BlocksInFlightError,
         ClosedError,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
         LayoutError,
         OffloadError,
         PartialCopyError,
+        RankLostError,
         StateError,
         TraceError,
         WrongThreadError,
@@ -83,6 +85,7 @@ __all__ = [
     "PartialCopyError",
     "PrepareLoadOutput",
     "PrepareStoreOutput",
+    "RankLostError",
     "ReqContext",
     "StateError",
     "StoreOutcome",
@@ -94,7 +97,9 @@ __all__ = [
     "TraceError",
     "TransferHandle",
     "TransferResult",
+    "WorkerPort",
     "WrongThreadError",
+    "join_offloader",
     "make_offload_key",
     "offload_keys",
     "open_offloader",
@@ -103,8 +108,9 @@ __all__ = [
 
 _NAMES_OF = {
     "clock": "Clock SystemClock",
+    "cluster": "WorkerPort join_offloader",
     "errors": "BlocksInFlightError ClosedError ConfigurationError DeviceError InvalidRequestError "
-    "LayoutError OffloadError PartialCopyError StateError TraceError WrongThreadError",
+    "LayoutError OffloadError PartialCopyError RankLostError StateError TraceError WrongThreadError",
     "events": "EventKind OffloadingEvent",
     "keys": "CacheIdentity OffloadKey make_offload_key offload_keys",
     "kv_caches": "CanonicalKVCaches KVGroup",

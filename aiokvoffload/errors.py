@@ -10,6 +10,7 @@
     ├── StateError              a call at the wrong moment        (RuntimeError)
     │   ├── WrongThreadError    from a thread or process that does not own the object
     │   └── ClosedError         after the object was closed
+    │       └── RankLostError   after a worker process of the engine has gone
     ├── DeviceError             the device refused or failed work (RuntimeError)
     ├── PartialCopyError        the device took only a part of the copies (RuntimeError)
     └── BlocksInFlightError     a copy outlived its deadline; names the GPU blocks (RuntimeError)
@@ -54,6 +55,10 @@ class ClosedError(StateError):
     """A call on an object that has been closed."""
 
 
+class RankLostError(ClosedError):
+    """A worker process of the engine has gone; the message names it."""
+
+
 class DeviceError(OffloadError, RuntimeError):
     """The device refused work or reported that work has failed."""
 
@@ -71,12 +76,13 @@ class BlocksInFlightError(OffloadError, RuntimeError):
     Retire `gpu_blocks` until the late landing: it is reported by the handle's `on_idle`.
     """
 
-    def __init__(self, gpu_blocks: Iterable[int], seconds: float) -> None:
+    def __init__(self, gpu_blocks: Iterable[int], seconds: float, awaited: str = "") -> None:
         self.gpu_blocks = frozenset(gpu_blocks)
         named = ", ".join(map(str, sorted(self.gpu_blocks)[:8]))
         more = len(self.gpu_blocks) - 8
+        who = f" ({awaited})" if awaited else ""
         super().__init__(
-            f"a copy has not landed within {seconds:g} s; do not reuse GPU blocks {named}"
+            f"a copy has not landed within {seconds:g} s{who}; do not reuse GPU blocks {named}"
             + (f" and {more} more" if more > 0 else "")
             + " until its handle reports on_idle"
         )

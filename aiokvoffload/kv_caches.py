@@ -84,6 +84,48 @@ class KVGroup:
         return math.ceil((reach_tokens + offloaded_block_tokens) / offloaded_block_tokens)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheShape:
+    """What is to be known of a KV cache without holding its tensors.
+
+    Attributes:
+        groups: The KV groups.
+        block_count: GPU blocks.
+        group_page_bytes: Bytes used of each page of each group, see `CacheIdentity.page_bytes`.
+        block_size_factor: GPU blocks per offloaded block.
+
+    Raises:
+        ConfigurationError: A number is not positive, or groups and pages do not fit each other.
+    """
+
+    groups: tuple[KVGroup, ...]
+    block_count: int
+    group_page_bytes: tuple[tuple[int, ...], ...]
+    block_size_factor: int = 1
+
+    def __post_init__(self) -> None:
+        _positive("block_size_factor", self.block_size_factor)
+        _positive("block_count", self.block_count)
+        pages = self.group_page_bytes
+        if not pages or len(pages) != len(self.groups) or any(min(group, default=0) < 1 for group in pages):
+            raise ConfigurationError(f"{len(self.groups)} KV groups cannot have pages of {pages} bytes")
+
+    @property
+    def group_slot_bytes(self) -> tuple[int, ...]:
+        """Bytes of one offloaded block of each group."""
+        return tuple(sum(page_bytes) * self.block_size_factor for page_bytes in self.group_page_bytes)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes that hold an offloaded block of any group."""
+        return max(self.group_slot_bytes)
+
+    @property
+    def offloaded_block_tokens(self) -> tuple[int, ...]:
+        """Tokens of an offloaded block of each group."""
+        return tuple(group.block_tokens * self.block_size_factor for group in self.groups)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class CanonicalKVCacheTensor:
     """The pages of one tensor.
@@ -250,6 +292,15 @@ class CanonicalKVCaches:
     def group_page_bytes(self) -> tuple[tuple[int, ...], ...]:
         """Bytes used of each page of each group, see `CacheIdentity.page_bytes`."""
         return tuple(tuple(ref.page_bytes for ref in refs) for refs in self.group_refs)
+
+    def shape(self, block_size_factor: int = 1) -> CacheShape:
+        """Return what is to be known of the caches where that many GPU blocks are offloaded as one."""
+        return CacheShape(
+            groups=self.groups,
+            block_count=self.block_count,
+            group_page_bytes=self.group_page_bytes,
+            block_size_factor=block_size_factor,
+        )
 
     def group_block_bytes(self, group: int) -> int:
         """Return the bytes of one GPU block of a group."""

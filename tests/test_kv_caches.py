@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import aiokvoffload
 from aiokvoffload.errors import ConfigurationError, InvalidRequestError, LayoutError
-from aiokvoffload.kv_caches import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, KVGroup
+from aiokvoffload.kv_caches import CacheShape, CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, KVGroup
 
 DTYPES = [
     torch.int8,
@@ -584,3 +584,19 @@ def test_parts_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(LayoutError, match=reason):
         CanonicalKVCaches(tensors, group_refs, groups)
+
+
+def test_a_shape_says_what_is_known_without_tensors() -> None:
+    caches = CanonicalKVCaches.from_layers([torch.zeros(6, 4), torch.zeros(6, 8)], block_tokens=16)
+    shape = caches.shape(3)
+    assert (shape.block_count, shape.group_page_bytes, shape.block_size_factor) == (6, ((16, 32),), 3)
+    assert (shape.group_slot_bytes, shape.slot_bytes, shape.offloaded_block_tokens) == ((144,), 144, (48,))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"block_count": 0}, {"block_size_factor": 0}, {"group_page_bytes": ()}, {"group_page_bytes": ((8, 0),)}],
+)
+def test_a_shape_that_no_cache_has(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        CacheShape(**{"groups": (KVGroup(16, [0]),), "block_count": 1, "group_page_bytes": ((8,),), **changes})

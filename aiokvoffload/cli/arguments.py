@@ -207,12 +207,23 @@ def _add_replay_options(parser: argparse.ArgumentParser) -> None:
         help="look for reads and overwrites that come too early (on unless switched off)",
     )
 
+    run.add_argument(
+        "--workers",
+        metavar="N",
+        type=_integer(1),
+        help="N worker processes over one shared memory, each with a slice of every block; needs msgspec",
+    )
+
 
 def _replay_options(parser: argparse.ArgumentParser, found: argparse.Namespace) -> ReplayOptions:
     if found.no_data and found.corrupt:
         parser.error("--corrupt needs bytes, so it cannot be used with --no-data")
     if found.no_data and found.concurrency not in (None, 1):
         parser.error("--no-data replays one request after the other, so --concurrency must be 1 or left out")
+    if found.no_data and found.workers:
+        parser.error("--workers moves bytes, so it cannot be used with --no-data")
+    if found.workers and find_spec("msgspec") is None:
+        parser.error("--workers needs the package msgspec; install it: pip install 'aiokvoffload[cluster]'")
     if found.backend == "trio" and find_spec("trio") is None:
         parser.error("--backend trio needs the package trio; install it, or use --backend asyncio")
     traces = tuple(found.trace or ())
@@ -228,7 +239,7 @@ def _replay_options(parser: argparse.ArgumentParser, found: argparse.Namespace) 
         parser.error("--store-threshold cannot be used with --sweep; give --policies lru+2")
     cpu_blocks = found.cpu_blocks or DEFAULT_CPU_BLOCKS
     if found.cpu_bytes is not None:
-        needed_bytes = block_bytes(found.page_bytes, found.layers, found.block_size_factor)
+        needed_bytes = block_bytes(found.page_bytes, found.layers, found.block_size_factor) * (found.workers or 1)
         cpu_blocks = found.cpu_bytes // needed_bytes
         if cpu_blocks < 1:
             parser.error(
@@ -257,6 +268,7 @@ def _replay_options(parser: argparse.ArgumentParser, found: argparse.Namespace) 
             json_output=found.json,
             backend=found.backend,
             check_order=found.check_order,
+            workers=found.workers,
             sweep=None
             if not found.sweep
             else SweepOptions(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from aiokvoffload.cli.arguments import exit_with_mistake, parse_arguments
+from aiokvoffload.cli.arguments import PROGRAM, exit_with_mistake, parse_arguments
 from aiokvoffload.cli.options import ReplayOptions
 from aiokvoffload.cli.report import write_report
-from aiokvoffload.errors import ConfigurationError, TraceError
+from aiokvoffload.errors import ConfigurationError, RankLostError, TraceError
 
 _INTERRUPTED = 130
 
@@ -28,7 +28,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
         options = parse_arguments(arguments)
         if options.sweep is not None:
             return _sweep(options)
-        if options.with_data:
+        if options.workers is not None:
+            from aiokvoffload.cli.replay_workers import replay_workers
+
+            report = replay_workers(options)
+        elif options.with_data:
             from aiokvoffload.cli.replay import replay
 
             report = replay(options)
@@ -38,6 +42,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
             report = simulate(options)
     except (ConfigurationError, TraceError) as exc:
         exit_with_mistake(str(exc))
+    except RankLostError as exc:
+        print(f"{PROGRAM}: {exc}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED

@@ -71,6 +71,7 @@ class ReplayOptions:
         json_output: Whether the report is JSON.
         backend: The event loop.
         check_order: Whether reads and overwrites that come too early are looked for.
+        workers: Worker processes, each with a slice of every block; None replays in this process alone.
         sweep: Find the hit rates of many policies and capacities in place of one replay.
 
     Raises:
@@ -98,6 +99,7 @@ class ReplayOptions:
     json_output: bool = False
     backend: Backend = "asyncio"
     check_order: bool = True
+    workers: int | None = None
     sweep: SweepOptions | None = None
 
     def __post_init__(self) -> None:
@@ -112,6 +114,7 @@ class ReplayOptions:
             "concurrency",
             "restart_after",
             "engines",
+            "workers",
         ):
             _require(name, getattr(self, name), at_least=1)
         for name in ("store_threshold", "seed", "corrupt"):
@@ -129,6 +132,12 @@ class ReplayOptions:
             )
         if self.corrupt and not self.with_data:
             raise ConfigurationError("without data there are no bytes to corrupt")
+        if self.workers is not None and not self.with_data:
+            raise ConfigurationError("without data there is nothing for workers to do")
+        if self.workers is not None and (
+            self.placement == "exclusive" or self.engines > 1 or self.restart_after is not None
+        ):
+            raise ConfigurationError("workers replay one engine with inclusive placement, from start to end")
         if self.tiers and not self.with_data:
             raise ConfigurationError("without data there is nothing to put into a tier")
         if not self.tiers and (self.cascade == "wait" or self.engines > 1):
@@ -145,8 +154,8 @@ class ReplayOptions:
 
     @property
     def cpu_bytes(self) -> int:
-        """Bytes of CPU memory that the offloaded blocks take."""
-        return self.cpu_blocks * self.block_bytes
+        """Bytes of CPU memory that the offloaded blocks take, of all workers together."""
+        return self.cpu_blocks * self.block_bytes * (self.workers or 1)
 
 
 def require_room(longest: int, gpu_blocks: int) -> None:

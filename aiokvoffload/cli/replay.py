@@ -102,8 +102,8 @@ class Replay:
             gpu_level=GpuLevelReport.of(options, self._gpu_hits),
             bytes_stored=statistics.stored_bytes,
             bytes_loaded=statistics.loaded_bytes,
-            store_gigabytes_per_second=_bandwidth(statistics.stored_bytes, statistics.store_seconds),
-            load_gigabytes_per_second=_bandwidth(statistics.loaded_bytes, statistics.load_seconds),
+            store_gigabytes_per_second=bandwidth(statistics.stored_bytes, statistics.store_seconds),
+            load_gigabytes_per_second=bandwidth(statistics.loaded_bytes, statistics.load_seconds),
             blocks_verified=self._gpu.verified_count,
             mismatches=self._gpu.mismatch_count,
             order_violations=self._device.violation_count if isinstance(self._device, OrderChecker) else None,
@@ -171,7 +171,8 @@ class Replay:
         return handle
 
 
-def _bandwidth(byte_count: int, seconds: float) -> float | None:
+def bandwidth(byte_count: int, seconds: float) -> float | None:
+    """Return gigabytes per second; None if nothing has taken any time."""
     return byte_count / seconds / 1e9 if seconds > 0 else None
 
 

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import threading
+from typing import Protocol
 
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 
 from aiokvoffload.event_loops import caller_from_threads
-from aiokvoffload.memory.base import HostMemory, PreparationProgress, Report, ignore_progress
+from aiokvoffload.memory.base import PreparationProgress, Report, ignore_progress
 
 
 class _StoppedError(Exception):
     """Whoever waited for the preparation was cancelled."""
 
 
-async def prepare_in_thread(memory: HostMemory, report: Report = ignore_progress) -> None:
+class Preparable(Protocol):
+    """What is prepared; see `HostMemory`."""
+
+    @property
+    def prepares_at_once(self) -> bool:
+        """See `HostMemory.prepares_at_once`."""
+
+    def prepare(self, report: Report) -> None:
+        """See `HostMemory.prepare`."""
+
+
+async def prepare_in_thread(memory: Preparable, report: Report = ignore_progress) -> None:
     """Prepare memory in a thread of its own, on asyncio or trio; so little that it takes no time, at once.
 
     Cancelled, it stops the preparation at its next report, and ends once the thread has let go of the memory; the

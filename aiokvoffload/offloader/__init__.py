@@ -3,12 +3,12 @@
 from aiokvoffload.offloader.aio import Offloader
 from aiokvoffload.offloader.deadlines import Deadlines
 from aiokvoffload.offloader.handles import TransferHandle
-from aiokvoffload.offloader.machine import ALREADY_DONE
 from aiokvoffload.offloader.opening import OffloaderContext, open_offloader
 from aiokvoffload.offloader.statistics import OffloaderStatistics
 from aiokvoffload.offloader.subscriptions import EventStream
 from aiokvoffload.offloader.sync import SyncOffloader
 from aiokvoffload.offloader.tickets import LoadTicket
+from aiokvoffload.transfers.base import ALREADY_DONE
 
 __all__ = [
     "ALREADY_DONE",

@@ -12,12 +12,13 @@ from aiokvoffload.clock import deadline_after
 from aiokvoffload.errors import BlocksInFlightError, ClosedError, StateError, WrongThreadError
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.offloader.handles import TransferHandle
-from aiokvoffload.offloader.machine import ALREADY_DONE, After, OffloaderMachine
+from aiokvoffload.offloader.machine import OffloaderMachine
 from aiokvoffload.offloader.parts import Parts
 from aiokvoffload.offloader.subscriptions import DEFAULT_EVENT_BUFFER, EventStream
 from aiokvoffload.offloader.tickets import LoadTicket
 from aiokvoffload.offloader.waiting import Watchers
 from aiokvoffload.specs import LookupResult, ReqContext, StoreOutcome, TransferResult
+from aiokvoffload.transfers.base import ALREADY_DONE, After
 from aiokvoffload.transfers.poller import Poller, PollStep
 
 
@@ -39,7 +40,7 @@ class Offloader(OffloaderMachine):
         self._poller = Poller(
             self._step_for_poller,
             lambda: self.drain(self.deadlines.landing_seconds),
-            parts.device,
+            parts.worker,
             parts.clock,
             add_doorbell=self.manager.add_doorbell,
         )
@@ -89,7 +90,7 @@ class Offloader(OffloaderMachine):
         await checkpoint_if_cancelled()
         self._check()
         blocks = self.shapes.check_blocks(gpu_blocks, len(keys) * self.block_size_factor)
-        after = self._event_for(after) or ALREADY_DONE  # as of now, not of the end of the wait
+        after = self._worker.event_after(after) or ALREADY_DONE  # as of now, not of the end of the wait
         with self.prepare_load(keys, ctx) as ticket:
             if await ticket.ready(timeout_seconds=timeout_seconds) is LookupResult.MISS:
                 return 0
@@ -182,6 +183,8 @@ class Offloader(OffloaderMachine):
             return
         self._is_closing = True
         seconds = self.deadlines.drain_seconds if drain_seconds is None else drain_seconds
+        if not self._worker.sends_by_itself:
+            self.guarded(self._worker.withdraw_all)
         try:
             if self._poller.is_running:
                 await self._end_watchers.wait_out(self._is_at_rest, self.clock, self.clock.now() + seconds)
@@ -247,6 +250,5 @@ class Offloader(OffloaderMachine):
             await handle.wait_out()
         except anyio.get_cancelled_exc_class() as exc:
             cancellation = exc
-        if not handle.is_idle:
-            raise BlocksInFlightError(handle.gpu_blocks, self.deadlines.landing_seconds)
+        handle.check_idle()
         raise cancellation

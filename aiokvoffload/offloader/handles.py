@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING
 
 from aiokvoffload.devices.base import Direction, Event
-from aiokvoffload.errors import BlocksInFlightError, StateError
+from aiokvoffload.errors import BlocksInFlightError
 from aiokvoffload.offloader.waiting import Watchers
 from aiokvoffload.specs import CPULoadStoreSpec, GPULoadStoreSpec, Lease, StoreOutcome, TransferResult
 from aiokvoffload.transfers.base import Transfer, TransferState
@@ -87,8 +87,6 @@ class TransferHandle:
         Raises:
             StateError: The copies are not sent yet, or no compute stream was named.
         """
-        if not self.is_sent:
-            raise StateError("the copies are still queued; await handle.sent() before fence()")
         if self._transfer is not None and not self.is_idle:
             self._machine.fence(self._transfer)
 
@@ -111,11 +109,20 @@ class TransferHandle:
 
         Raises:
             BlocksInFlightError: The copies have not landed within `timeout_seconds`, or missed their deadline.
+            StateError: The ranks of an engine do not know of them yet, see `take_jobs`.
         """
+        if not self.is_sent:
+            self._machine.check_sends_by_itself()
         self._machine.block_until(lambda: self.is_settled, timeout_seconds)
-        if self._result is None:
-            raise BlocksInFlightError(self.gpu_blocks, timeout_seconds)
-        return self._result
+        return self._checked_result(timeout_seconds)
+
+    def check_idle(self) -> None:
+        """Refuse to go on while a copy may touch the GPU blocks.
+
+        Raises:
+            BlocksInFlightError: One may.
+        """
+        self._checked_result(self._machine.deadlines.landing_seconds)
 
     async def wait_out(self) -> None:
         """Wait until the blocks are idle or overdue, whatever cancels the caller meanwhile."""
@@ -160,8 +167,11 @@ class TransferHandle:
 
     async def _settled(self) -> TransferResult:
         await self._watchers.wait_until(lambda: self.is_settled)
+        return self._checked_result(self._machine.deadlines.landing_seconds)
+
+    def _checked_result(self, seconds: float) -> TransferResult:
         if self._result is None:
-            raise BlocksInFlightError(self.gpu_blocks, self._machine.deadlines.landing_seconds)
+            raise BlocksInFlightError(self.gpu_blocks, seconds, self._transfer.awaited if self._transfer else "")
         return self._result
 
     def _end(self) -> None:

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from enum import Enum
 from functools import partial
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aiokvoffload.devices.base import Direction, Event, Stream
-from aiokvoffload.errors import DeviceError, InvalidRequestError, StateError
+from aiokvoffload.devices.base import Direction, Event
+from aiokvoffload.errors import InvalidRequestError, RankLostError, StateError
 from aiokvoffload.keys import (
     CacheIdentity,
     OffloadKey,
@@ -42,23 +40,12 @@ from aiokvoffload.specs import (
     ReqContext,
     StoreOutcome,
 )
-from aiokvoffload.transfers.base import Transfer
+from aiokvoffload.transfers.base import After, Transfer
 from aiokvoffload.transfers.poller import PollStep
 
 _logger = logging.getLogger(__name__)
 _PAUSE_SECONDS = 0.001
 Result = TypeVar("Result")
-
-
-class AlreadyDone(Enum):
-    """Says that a transfer has to wait for nothing."""
-
-    ALREADY_DONE = "already done"
-
-
-ALREADY_DONE = AlreadyDone.ALREADY_DONE
-After = Stream | Event | AlreadyDone | object | None
-"""What the copies wait for: a stream (all that is on it now), an event, nothing, or by default the compute stream."""
 
 
 class OffloaderMachine:
@@ -75,10 +62,9 @@ class OffloaderMachine:
         self.deadlines = parts.deadlines
         self._parts = parts
         self._identity = parts.identity
-        self.shapes = BlockShapes(parts.layout)
-        self._layout = parts.layout
+        self.shapes = BlockShapes(parts.cache)
+        self._cache = parts.cache
         self._worker = parts.worker
-        self._device = parts.device
         self._owner = Owner("offloader")
         self._owner.check_thread()
         self._fault: str | None = None
@@ -100,7 +86,7 @@ class OffloaderMachine:
     @property
     def block_size_factor(self) -> int:
         """GPU blocks per offloaded block."""
-        return self._layout.block_size_factor
+        return self._cache.block_size_factor
 
     def root(self, *, adapter: str = "", salt: str = "") -> bytes:
         """Return the start of a request's hash chain, of the present epoch."""
@@ -118,7 +104,7 @@ class OffloaderMachine:
         """
         root = self.root(adapter=adapter, salt=salt)
         found: list[OffloadKey] = []
-        for index, group in enumerate(self._layout.kv_caches.groups):
+        for index, group in enumerate(self._cache.groups):
             hashes = block_hashes(root, token_ids, group.block_tokens)
             found += offload_keys(hashes, block_size_factor=self.block_size_factor, group_index=index)
         return found
@@ -153,7 +139,7 @@ class OffloaderMachine:
         blocks = self.shapes.check_blocks(gpu_blocks, len(keys) * self.block_size_factor)
         if self._fault is not None:
             return TransferHandle(self, outcomes=(StoreOutcome.REFUSED,) * len(keys)).finish_empty()
-        event = self._event_for(after)
+        event = self._worker.event_after(after)
         ticket = self.manager.prepare_store_nowait(
             keys,
             ctx,
@@ -216,9 +202,9 @@ class OffloaderMachine:
         blocks = self.shapes.check_blocks(gpu_blocks, len(keys) * self.block_size_factor)
         if self._fault is not None:
             return TransferHandle(self, outcomes=(StoreOutcome.REFUSED,) * len(keys)).finish_empty()
-        event = self._event_for(after)
+        event = self._worker.event_after(after)
         results = self.manager.lookup_nowait(keys)
-        chosen = choose_sendable(keys, blocks, results, self._layout, self._worker)
+        chosen = choose_sendable(keys, blocks, results, self._cache, self._worker)
         depths = self.shapes.depths(sizes)
         ticket = self.manager.prepare_demotion_nowait(
             [keys[position] for position in chosen],
@@ -302,7 +288,7 @@ class OffloaderMachine:
             take_along = self._parts.placement == "exclusive"
         blocks = self.shapes.check_blocks(gpu_blocks, sum(group_sizes))
         self.shapes.check_distinct_blocks(blocks, group_sizes)
-        event = self._event_for(after)
+        event = self._worker.event_after(after)
         if not ticket.slots:
             self.manager.complete_load_nowait(ticket)
             return TransferHandle(self, token_count=token_count).finish_empty(("CPU", "GPU"))
@@ -333,6 +319,31 @@ class OffloaderMachine:
         to_manager = due - self.clock.now()
         return to_manager if seconds is None else min(seconds, to_manager)
 
+    def take_jobs(self) -> bytes:
+        """Return all transfers and fences since the last call, for the ranks of an engine of several processes.
+
+        They travel inside the engine's own step message, and `WorkerPort.submit` takes them on every rank before that
+        step's kernels. Until then what they ask for is queued. Empty if there is nothing to do: then they may be left
+        out. Otherwise none may be lost.
+
+        Raises:
+            StateError: This offloader moves the bytes itself.
+        """
+        self._check()
+        return self._worker.take_jobs()
+
+    def check_sends_by_itself(self) -> None:
+        """Refuse to block for what only the caller can send.
+
+        Raises:
+            StateError: The worker sends nothing by itself.
+        """
+        if not self._worker.sends_by_itself:
+            raise StateError(
+                "the ranks get their work from take_jobs(), so this call would block for ever: start it with "
+                "prepare_load() or store_soon(), send take_jobs() to the ranks, and then wait for the handle"
+            )
+
     def block_until(self, is_over: Callable[[], bool], timeout_seconds: float) -> None:
         """Poll, blocking the thread in between, until `is_over` or the timeout."""
         self._owner.check_thread()
@@ -341,8 +352,7 @@ class OffloaderMachine:
         while not is_over() and (left := deadline - self.clock.now()) > 0:
             ended_count, before = len(self._ended), self.clock.now()
             seconds = min(left, self._worker.seconds_to_deadline() or left)
-            for transfer in self._worker.under_way()[:1]:
-                self._synchronize(transfer, before + seconds)
+            self.guarded(partial(self._worker.wait_for_news, seconds))
             has_waited = self.clock.now() - before >= min(seconds, _PAUSE_SECONDS)
             self.step()
             if not has_waited and len(self._ended) == ended_count and not is_over():
@@ -361,17 +371,13 @@ class OffloaderMachine:
         while 0 < self._worker.sent_count < count and self.clock.now() < deadline:
             count = self._worker.sent_count
             for transfer in self._worker.under_way():
-                self._synchronize(transfer, deadline)
+                self.guarded(partial(self._worker.wait_for, transfer, max(0.0, deadline - self.clock.now())))
             self.step()
         self.guarded(self._worker.expire_all)
 
     def fence(self, transfer: Transfer) -> None:
-        """Let the compute stream wait for a sent transfer; for `TransferHandle.fence`."""
-        stream = self._parts.compute_stream
-        if stream is None:
-            raise StateError("no compute stream was named when the offloader was opened; await the handle instead")
-        for event in self._worker.end_events(transfer):
-            self._device.wait_event(stream, event)
+        """Let the compute stream wait for a transfer; for `TransferHandle.fence`."""
+        self._worker.fence(transfer)
 
     def withdraw(self, transfer: Transfer) -> bool:
         """Take back a transfer that is not sent; for `TransferHandle.cancel`."""
@@ -426,10 +432,7 @@ class OffloaderMachine:
         for tier in self._parts.tiers:
             self.guarded(partial(tier.close, drain_seconds=0.0))
         self._parts.hub.close()
-        if not self._worker.sent_count:
-            self._parts.memory.close()
-        if self._parts.is_own_device:
-            self._device.close()
+        self._parts.close(has_copies_under_way=bool(self._worker.sent_count))
 
     def gpu_blocks_in_flight(self) -> frozenset[int]:
         """Return the GPU blocks of all transfers that were sent and have not landed."""
@@ -439,6 +442,7 @@ class OffloaderMachine:
 
     def _check(self) -> None:
         self._owner.check()
+        self._worker.check()
 
     def _launch(
         self,
@@ -472,23 +476,6 @@ class OffloaderMachine:
             lease.release()
             raise
 
-    def _event_for(self, after: After) -> Event | None:
-        """Return what a transfer that is asked for now must wait for."""
-        if after is None:
-            after = self._parts.compute_stream
-        if after is None or after is ALREADY_DONE:
-            return None
-        if isinstance(after, Event):
-            with suppress(DeviceError):  # failed work is over; another device's event is refused here
-                return None if self._device.is_done(after) else after
-            return None
-        return self._device.record(self._device.adopt_stream(after))
-
-    def _synchronize(self, transfer: Transfer, deadline: float) -> None:
-        """Block until the copies of a sent transfer are over, or the deadline."""
-        for event in transfer.end_events():
-            self.guarded(partial(self._device.synchronize, event, max(0.0, deadline - self.clock.now())))
-
     def guarded(self, action: Callable[[], Result]) -> Result | None:
         """Return what `action` returns; an exception becomes the offloader's fault, and None."""
         try:
@@ -498,6 +485,9 @@ class OffloaderMachine:
             return None
 
     def _note_fault(self, exc: Exception) -> None:
-        _logger.error("a fault inside the offloader; from now on it misses and refuses", exc_info=exc)
+        if isinstance(exc, RankLostError):
+            _logger.warning("%s; from now on the offloader misses and refuses", exc)
+        else:
+            _logger.error("a fault inside the offloader; from now on it misses and refuses", exc_info=exc)
         if self._fault is None:
             self._fault = f"{type(exc).__name__}: {exc}"

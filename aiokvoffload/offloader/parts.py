@@ -7,10 +7,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from aiokvoffload.clock import Clock
-from aiokvoffload.devices.base import DEVICES, Device, Stream, check_copies, device_for_tensors
+from aiokvoffload.devices.base import Device
 from aiokvoffload.errors import ConfigurationError
 from aiokvoffload.keys import CacheIdentity
-from aiokvoffload.kv_caches import CanonicalKVCaches
+from aiokvoffload.kv_caches import CacheShape, CanonicalKVCaches
 from aiokvoffload.managers.base import OffloadingManager
 from aiokvoffload.managers.cpu import CPUOffloadingManager
 from aiokvoffload.managers.reuse import with_reuse_filter
@@ -25,9 +25,10 @@ from aiokvoffload.policies.base import CachePolicy
 from aiokvoffload.specs import Placement, check_placement
 from aiokvoffload.tiers.base import Tier
 from aiokvoffload.tiers.opening import open_tier
-from aiokvoffload.transfers.assembly import build_worker
+from aiokvoffload.transfers.assembly import build_worker, open_device
+from aiokvoffload.transfers.base import TransferWorker
 from aiokvoffload.transfers.pointers import SlotLayout
-from aiokvoffload.transfers.worker import IN_FLIGHT_BYTES, STREAMS_PER_DIRECTION, OffloadingWorker
+from aiokvoffload.transfers.worker import IN_FLIGHT_BYTES, STREAMS_PER_DIRECTION
 
 TierChoice = str | Tier | tuple[str | Tier, TierPlan]
 """The URL of a tier, or an open one, which stays the caller's; and how it is used."""
@@ -35,30 +36,56 @@ TierChoice = str | Tier | tuple[str | Tier, TierPlan]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What an offloader is made of; see `build_parts`."""
+    """What an offloader is made of.
 
-    layout: SlotLayout
+    Attributes:
+        cache: The KV cache.
+        memory: The slots.
+        manager: Decides.
+        worker: Moves, in this process or in others.
+        identity: What must agree for blocks to be shared.
+        clock: Where deadlines are read.
+        deadlines: How long anything may take.
+        own_device: Closed with the rest.
+        hub: Where the manager's events go.
+        placement: Where blocks live.
+        tiers: Those that are closed with the rest.
+    """
+
+    cache: CacheShape
     memory: HostMemory
-    device: Device
-    is_own_device: bool
     manager: OffloadingManager
-    worker: OffloadingWorker
+    worker: TransferWorker
     identity: CacheIdentity
-    compute_stream: Stream | None
     clock: Clock
     deadlines: Deadlines
+    own_device: Device | None = None
     hub: EventHub = field(default_factory=EventHub)
     placement: Placement = "inclusive"
     tiers: tuple[Tier, ...] = ()
-    """Those that the offloader closes."""
 
-    def discard(self) -> None:
-        """Give everything back before an offloader was made of it."""
+    def close(self, *, has_copies_under_way: bool = False) -> None:
+        """Give everything back; memory that copies still touch stays mapped until they let go of it."""
         for tier in self.tiers:
             tier.close(drain_seconds=0.0)
-        self.memory.close()
-        if self.is_own_device:
-            self.device.close()
+        self.worker.close()
+        if not has_copies_under_way:
+            self.memory.close()
+        if self.own_device is not None:
+            self.own_device.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalParts(Parts):
+    """What an offloader is made of that moves the bytes itself; see `build_parts`.
+
+    Attributes:
+        layout: How GPU blocks lie in slots.
+        device: Does the copying.
+    """
+
+    layout: SlotLayout
+    device: Device
 
 
 class SlotViews:
@@ -72,6 +99,11 @@ class SlotViews:
     def __init__(self, memory: HostMemory, group_slot_bytes: Sequence[int]) -> None:
         self._memory = memory
         self._group_slot_bytes = group_slot_bytes
+
+    @property
+    def block_bytes(self) -> set[int]:
+        """The sizes that blocks have."""
+        return set(self._group_slot_bytes)
 
     def group_bytes(self, group: int) -> int:
         """Return the size of a block of a KV group."""
@@ -97,11 +129,11 @@ def build_parts(
     clock: Clock,
     streams_per_direction: int = STREAMS_PER_DIRECTION,
     in_flight_bytes: int = IN_FLIGHT_BYTES,
+    numa_node: int | None = None,
     placement: Placement = "inclusive",
     tiers: Sequence[TierChoice] = (),
     recompute_tokens_per_second: float | None = None,
-    numa_node: int | None = None,
-) -> Parts:
+) -> LocalParts:
     """Build what an offloader is made of, its memory not yet prepared; arguments as in `open_offloader`."""
     check_placement(placement, block_size_factor)
     if streams_per_direction < 1 or in_flight_bytes < 1:
@@ -115,41 +147,11 @@ def build_parts(
         raise ConfigurationError(
             f"cpu_bytes is {cpu_bytes}, but one block of {block_size_factor} GPU blocks needs {layout.slot_bytes}"
         )
+    identity = identity_of(identity, layout.shape)
     hub = EventHub()
-    identity = replace(
-        identity,
-        page_bytes=kv_caches.group_page_bytes,
-        block_tokens=tuple(group.block_tokens * block_size_factor for group in kv_caches.groups),
-    )
-    manager: OffloadingManager
-    manager = cpu_manager = CPUOffloadingManager(
-        block_count,
-        policy=policy,
-        groups=kv_caches.groups,
-        block_size_factor=block_size_factor,
-        blocks_above=kv_caches.block_count if placement == "exclusive" else 0,
-        event_sink=hub,
-        clock=clock,
-    )
-    own_tiers: list[Tier] = []
+    cpu_manager = build_cpu_manager(layout.shape, block_count, policy=policy, placement=placement, hub=hub, clock=clock)
     with ExitStack() as stack:
-        if isinstance(device, Device):
-            used_device = device
-        else:
-            tensors = kv_caches.device
-            used_device = (
-                device_for_tensors(tensors.type, tensors.index)
-                if device is None
-                else DEVICES.resolve(device).for_tensors(tensors.index)
-            )
-            stack.callback(used_device.close)
-        check_copies(used_device, kv_caches.device)
-        if compute_stream is None and kv_caches.device.type != "cpu":
-            raise ConfigurationError(
-                f"KV caches on {kv_caches.device} need compute_stream, such as torch.cuda.current_stream(): without it "
-                "copies would not wait for the engine's kernels"
-            )
-        stream = None if compute_stream is None else used_device.adopt_stream(compute_stream)
+        used_device, stream = open_device(kv_caches, device, compute_stream, stack)
         options = PreparationOptions(numa_node=numa_node)
         memory = PinnedMemory(block_count, layout.slot_bytes, used_device, options=options)
         stack.callback(memory.close)
@@ -158,41 +160,96 @@ def build_parts(
             memory,
             used_device,
             clock,
+            compute_stream=stream,
             landing_seconds=deadlines.landing_seconds,
             streams_per_direction=streams_per_direction,
             in_flight_bytes=in_flight_bytes,
         )
-        if tiers:
-            planned = []
-            for choice in tiers:
-                tier, plan = _open_tier(choice, identity, layout.group_slot_bytes, clock)
-                if tier is not _given_tier(choice):
-                    own_tiers.append(tier)
-                    stack.callback(tier.close)
-                planned.append((tier, plan))
-            manager = TieredOffloadingManager(
-                cpu_manager,
-                planned,
-                SlotViews(memory, layout.group_slot_bytes),
-                recompute_tokens_per_second=recompute_tokens_per_second,
-            )
+        manager, own_tiers = with_tiers(
+            cpu_manager,
+            tiers,
+            SlotViews(memory, layout.group_slot_bytes),
+            identity=identity,
+            recompute_tokens_per_second=recompute_tokens_per_second,
+            clock=clock,
+        )
+        for tier in own_tiers:
+            stack.callback(tier.close)
         manager = with_reuse_filter(manager, store_threshold)
         stack.pop_all()
-    return Parts(
+    return LocalParts(
+        cache=layout.shape,
         layout=layout,
         memory=memory,
         device=used_device,
-        is_own_device=used_device is not device,
+        own_device=None if used_device is device else used_device,
         manager=manager,
         worker=worker,
         identity=identity,
-        compute_stream=stream,
         clock=clock,
         deadlines=deadlines,
         hub=hub,
         placement=placement,
-        tiers=tuple(own_tiers),
+        tiers=own_tiers,
     )
+
+
+def build_cpu_manager(
+    cache: CacheShape,
+    block_count: int,
+    *,
+    policy: str | type[CachePolicy] | CachePolicy,
+    placement: Placement,
+    hub: EventHub,
+    clock: Clock,
+) -> CPUOffloadingManager:
+    """Return what decides over `block_count` slots; arguments as in `open_offloader`."""
+    return CPUOffloadingManager(
+        block_count,
+        policy=policy,
+        groups=cache.groups,
+        block_size_factor=cache.block_size_factor,
+        blocks_above=cache.block_count if placement == "exclusive" else 0,
+        event_sink=hub,
+        clock=clock,
+    )
+
+
+def with_tiers(
+    manager: CPUOffloadingManager,
+    tiers: Sequence[TierChoice],
+    slots: SlotViews,
+    *,
+    identity: CacheIdentity,
+    recompute_tokens_per_second: float | None,
+    clock: Clock,
+) -> tuple[OffloadingManager, tuple[Tier, ...]]:
+    """Return a manager that also uses tiers, and those of them that are to be closed; arguments as in `open_offloader`.
+
+    Raises:
+        ConfigurationError: A tier cannot be opened; then none stays open.
+    """
+    if not tiers:
+        return manager, ()
+    own_tiers: list[Tier] = []
+    planned: list[tuple[Tier, TierPlan]] = []
+    with ExitStack() as stack:
+        for choice in tiers:
+            tier, plan = _open_tier(choice, identity, slots.block_bytes, clock)
+            if tier is not _given_tier(choice):
+                own_tiers.append(tier)
+                stack.callback(tier.close)
+            planned.append((tier, plan))
+        tiered = TieredOffloadingManager(
+            manager, planned, slots, recompute_tokens_per_second=recompute_tokens_per_second
+        )
+        stack.pop_all()
+    return tiered, tuple(own_tiers)
+
+
+def identity_of(given: CacheIdentity, cache: CacheShape) -> CacheIdentity:
+    """Return an identity with what follows from the caches filled in."""
+    return replace(given, page_bytes=cache.group_page_bytes, block_tokens=cache.offloaded_block_tokens)
 
 
 def _given_tier(choice: TierChoice) -> str | Tier:
@@ -200,10 +257,10 @@ def _given_tier(choice: TierChoice) -> str | Tier:
 
 
 def _open_tier(
-    choice: TierChoice, identity: CacheIdentity, group_slot_bytes: Sequence[int], clock: Clock
+    choice: TierChoice, identity: CacheIdentity, block_bytes: set[int], clock: Clock
 ) -> tuple[Tier, TierPlan]:
     plan = choice[1] if isinstance(choice, tuple) else TierPlan()
     given = _given_tier(choice)
     if isinstance(given, str):
-        given = open_tier(given, identity=identity, block_bytes=set(group_slot_bytes), clock=clock)
+        given = open_tier(given, identity=identity, block_bytes=block_bytes, clock=clock)
     return given, plan

@@ -8,21 +8,21 @@ from itertools import accumulate, pairwise
 
 from aiokvoffload.errors import InvalidRequestError
 from aiokvoffload.keys import OffloadKey, offload_group_index
+from aiokvoffload.kv_caches import CacheShape
 from aiokvoffload.specs import PrepareLoadOutput
-from aiokvoffload.transfers.pointers import SlotLayout
 
 
 class BlockShapes:
     """Checks and cuts the arguments of stores and loads.
 
     Args:
-        layout: How GPU blocks lie in slots.
+        cache: The KV cache.
     """
 
-    def __init__(self, layout: SlotLayout) -> None:
-        self._factor = layout.block_size_factor
-        self._block_count = layout.kv_caches.block_count
-        self._block_tokens = tuple(group.block_tokens for group in layout.kv_caches.groups)
+    def __init__(self, cache: CacheShape) -> None:
+        self._factor = cache.block_size_factor
+        self._block_count = cache.block_count
+        self._block_tokens = tuple(group.block_tokens for group in cache.groups)
 
     def group_sizes(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Count the keys of each KV group.

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from aiokvoffload.errors import BlocksInFlightError
 from aiokvoffload.keys import OffloadKey
-from aiokvoffload.offloader.machine import ALREADY_DONE, After, OffloaderMachine
+from aiokvoffload.offloader.machine import OffloaderMachine
 from aiokvoffload.specs import LookupResult, ReqContext, StoreOutcome
+from aiokvoffload.transfers.base import ALREADY_DONE, After
 
 
 class SyncOffloader(OffloaderMachine):
@@ -43,9 +44,10 @@ class SyncOffloader(OffloaderMachine):
             BlocksInFlightError: A copy has not landed by its deadline.
         """
         self._check()
+        self.check_sends_by_itself()
         blocks = self.shapes.check_blocks(gpu_blocks, len(keys) * self.block_size_factor)
         seconds = self.deadlines.pending_seconds if timeout_seconds is None else timeout_seconds
-        after = self._event_for(after) or ALREADY_DONE  # as of now, not of the end of the wait
+        after = self._worker.event_after(after) or ALREADY_DONE  # as of now, not of the end of the wait
         with self.prepare_load(keys, ctx) as ticket:
             self.block_until(lambda: ticket.result is not LookupResult.PENDING, seconds)
             ticket.settle()
@@ -72,6 +74,7 @@ class SyncOffloader(OffloaderMachine):
             InvalidRequestError: Keys and GPU blocks do not fit.
             BlocksInFlightError: A copy has not landed by its deadline.
         """
+        self.check_sends_by_itself()
         handle = self.store_soon(keys, gpu_blocks, ctx, filtered=filtered, first_block=first_block, after=after)
         handle.wait(timeout_seconds=self.deadlines.landing_seconds)
         return handle.outcomes
@@ -93,6 +96,7 @@ class SyncOffloader(OffloaderMachine):
             InvalidRequestError: Keys and GPU blocks do not fit.
             BlocksInFlightError: A copy has not landed by its deadline.
         """
+        self.check_sends_by_itself()
         handle = self.demote_soon(keys, gpu_blocks, ctx, filtered=filtered, after=after)
         handle.wait(timeout_seconds=self.deadlines.landing_seconds)
         return handle.outcomes

@@ -14,7 +14,8 @@ from aiokvoffload.offloader.handles import TransferHandle
 from aiokvoffload.specs import LookupResult, PrepareLoadOutput
 
 if TYPE_CHECKING:
-    from aiokvoffload.offloader.machine import After, OffloaderMachine
+    from aiokvoffload.offloader.machine import OffloaderMachine
+    from aiokvoffload.transfers.base import After
 
 
 class LoadTicket:

@@ -10,6 +10,7 @@ the same with fewer numbers kept.)
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ class OrderChecker(SimulatedDevice):
     """A device that delegates to another and notes every access that came too early.
 
     Streams and events are those of the wrapped device, which can therefore still be controlled directly. Nothing
-    is ever delayed, refused or raised because of a violation. All calls come from one thread, the host.
+    is ever delayed, refused or raised because of a violation. Calls may come from any thread: all are one host.
 
     Args:
         wrapped: Does the work.
@@ -84,6 +85,7 @@ class OrderChecker(SimulatedDevice):
         self.violations: list[Violation] = []
         self.violation_count = 0
         self.access_count = 0
+        self._lock = threading.RLock()  # a doorbell may ring inside a call, and lead to another one
         self._strict = strict
         self._most_violations = most_violations
         self._regions = RegionMap()
@@ -129,8 +131,9 @@ class OrderChecker(SimulatedDevice):
             InvalidRequestError: There is no such region or row.
         """
         read_cells, written_cells = self._regions.cells_of_rows(reads), self._regions.cells_of_rows(writes)
-        time = self._host.tick(label)
-        self._note(self._host, self._host.clock, time, read_cells, written_cells)
+        with self._lock:
+            time = self._host.tick(label)
+            self._note(self._host, self._host.clock, time, read_cells, written_cells)
 
     def prepare(self, page_bytes: Collection[int]) -> None:
         """Prepare the wrapped device."""
@@ -139,7 +142,8 @@ class OrderChecker(SimulatedDevice):
     def create_stream(self, name: str) -> Stream:
         """Return a new stream of the wrapped device."""
         stream = self.wrapped.create_stream(name)
-        self._owner_of[stream] = self._new_owner(name)
+        with self._lock:
+            self._owner_of[stream] = self._new_owner(name)
         return stream
 
     def adopt_stream(self, stream: object) -> Stream:
@@ -148,9 +152,10 @@ class OrderChecker(SimulatedDevice):
 
     def record(self, stream: Stream) -> Event:
         """Record an event that knows what its stream knows."""
-        clock = self._reach(stream).clock.copy()
-        event = self.wrapped.record(stream)
-        self._clock_of[event] = clock
+        with self._lock:
+            clock = self._reach(stream).clock.copy()
+            event = self.wrapped.record(stream)
+            self._clock_of[event] = clock
         return event
 
     def is_done(self, event: Event) -> bool:
@@ -158,10 +163,10 @@ class OrderChecker(SimulatedDevice):
         try:
             is_done = self.wrapped.is_done(event)
         except DeviceError:
-            self._host.learn(self._known_by(event))
+            self._learn_from(event)
             raise
         if is_done:
-            self._host.learn(self._known_by(event))
+            self._learn_from(event)
         return is_done
 
     def elapsed_seconds(self, start: Event, end: Event) -> float:
@@ -170,23 +175,25 @@ class OrderChecker(SimulatedDevice):
 
     def wait_event(self, stream: Stream, event: Event) -> None:
         """Let a stream wait, and learn what the event knows."""
-        owner = self._reach(stream)
-        self.wrapped.wait_event(stream, event)
-        owner.learn(self._known_by(event))
+        with self._lock:
+            owner = self._reach(stream)
+            self.wrapped.wait_event(stream, event)
+            owner.learn(self._known_by(event))
 
     def copy_batch(self, plan: CopyPlan, stream: Stream) -> None:
         """Submit a batch and note its accesses, unless it is refused."""
-        owner = self._reach(stream)
-        time = owner.tick(f"a copy batch {plan.direction.value} of {len(plan.byte_counts)}")
-        # Taken before submission: a doorbell may ring inside it and teach the host what this batch cannot know.
-        clock = owner.clock.copy()
-        self.wrapped.copy_batch(plan, stream)
-        read_cells, reads_outside = self._regions.cells_of_ranges(plan.sources, plan.byte_counts)
-        written_cells, writes_outside = self._regions.cells_of_ranges(plan.destinations, plan.byte_counts)
-        if self._strict:
-            for address in (*plan.sources[reads_outside].tolist(), *plan.destinations[writes_outside].tolist()):
-                self._report(Violation("outside", "", address, owner.name, owner.labels[time], "", ""))
-        self._note(owner, clock, time, read_cells, written_cells)
+        with self._lock:
+            owner = self._reach(stream)
+            time = owner.tick(f"a copy batch {plan.direction.value} of {len(plan.byte_counts)}")
+            # Taken before submission: a doorbell may ring inside it and teach the host what this batch cannot know.
+            clock = owner.clock.copy()
+            self.wrapped.copy_batch(plan, stream)
+            read_cells, reads_outside = self._regions.cells_of_ranges(plan.sources, plan.byte_counts)
+            written_cells, writes_outside = self._regions.cells_of_ranges(plan.destinations, plan.byte_counts)
+            if self._strict:
+                for address in (*plan.sources[reads_outside].tolist(), *plan.destinations[writes_outside].tolist()):
+                    self._report(Violation("outside", "", address, owner.name, owner.labels[time], "", ""))
+            self._note(owner, clock, time, read_cells, written_cells)
 
     def launch(
         self,
@@ -203,17 +210,18 @@ class OrderChecker(SimulatedDevice):
             InvalidRequestError: There is no such region or row; nothing was launched.
         """
         read_cells, written_cells = self._regions.cells_of_rows(reads), self._regions.cells_of_rows(writes)
-        owner = self._reach(stream)
-        time = owner.tick(label)
-        clock = owner.clock.copy()
-        self.wrapped.launch(stream, work)
-        self._note(owner, clock, time, read_cells, written_cells)
+        with self._lock:
+            owner = self._reach(stream)
+            time = owner.tick(label)
+            clock = owner.clock.copy()
+            self.wrapped.launch(stream, work)
+            self._note(owner, clock, time, read_cells, written_cells)
 
     def synchronize(self, event: Event, timeout_seconds: float) -> bool:
         """Wait on the wrapped device; the host learns what is over."""
         is_over = self.wrapped.synchronize(event, timeout_seconds)
         if is_over:
-            self._host.learn(self._known_by(event))
+            self._learn_from(event)
         return is_over
 
     def pin(self, address: int, byte_count: int) -> None:
@@ -241,6 +249,11 @@ class OrderChecker(SimulatedDevice):
             owner = self._owner_of[stream] = self._new_owner(f"stream {len(self._owners)}")
         owner.learn(self._host.clock)
         return owner
+
+    def _learn_from(self, event: Event) -> None:
+        """Let the host know what a finished event knows."""
+        with self._lock:
+            self._host.learn(self._known_by(event))
 
     def _known_by(self, event: Event) -> VectorClock:
         return self._clock_of.get(event, self._host.clock[:0])

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiokvoffload.devices.base import CopyPlan, Direction
-from aiokvoffload.errors import ConfigurationError, InvalidRequestError
+from aiokvoffload.errors import InvalidRequestError
 from aiokvoffload.kv_caches import CanonicalKVCaches
 from aiokvoffload.memory.base import HostMemory
 from aiokvoffload.specs import CPULoadStoreSpec, GPULoadStoreSpec
@@ -114,14 +114,11 @@ class SlotLayout:
     """
 
     def __init__(self, kv_caches: CanonicalKVCaches, block_size_factor: int) -> None:
-        if block_size_factor < 1:
-            raise ConfigurationError(f"block_size_factor is {block_size_factor}, it must be at least 1")
         self.kv_caches = kv_caches
         self.block_size_factor = block_size_factor
-        self.group_slot_bytes: tuple[int, ...] = tuple(
-            sum(ref.page_bytes for ref in refs) * block_size_factor for refs in kv_caches.group_refs
-        )
-        self.slot_bytes = max(self.group_slot_bytes)
+        self.shape = kv_caches.shape(block_size_factor)
+        self.group_slot_bytes = self.shape.group_slot_bytes
+        self.slot_bytes = self.shape.slot_bytes
         self._pages = [self._group_pages(group) for group in range(len(kv_caches.group_refs))]
         self._places_per_slot = block_size_factor * len(self._pages)
 

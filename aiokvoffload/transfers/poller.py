@@ -13,11 +13,11 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import anyio
 
 from aiokvoffload.clock import Clock, deadline_after
-from aiokvoffload.devices.base import Device
 from aiokvoffload.event_loops import caller_from_threads, is_trio, running_loop
 
 _logger = logging.getLogger(__name__)
@@ -42,13 +42,45 @@ class PollStep:
     seconds_to_deadline: float | None
 
 
+class Pace:
+    """How long to sleep between polls.
+
+    Args:
+        has_doorbell: Something rings when there is news, so that polling need not look for it.
+    """
+
+    def __init__(self, *, has_doorbell: bool) -> None:
+        self._has_doorbell = has_doorbell
+        self._backoff = _MAX_BACKOFF if has_doorbell else 1
+
+    def seconds_to_next(self, step: PollStep) -> float | None:
+        """Return how long to sleep after `step`; None until something rings."""
+        if not self._has_doorbell:
+            # What lands later than expected is polled for less and less often.
+            self._backoff = 1 if step.has_news else min(2 * self._backoff, _MAX_BACKOFF)
+        seconds = step.seconds_to_deadline
+        if seconds is not None:
+            seconds = max(seconds, _MIN_SLEEP_SECONDS)
+        if step.seconds_to_landing is not None:
+            to_landing = max(step.seconds_to_landing, _MIN_SLEEP_SECONDS * self._backoff)
+            seconds = to_landing if seconds is None else min(seconds, to_landing)
+        return seconds
+
+
+class Doorbell(Protocol):
+    """Something that can ring when there is news, such as a device or a worker."""
+
+    def add_doorbell(self, ring: Callable[[], None]) -> Callable[[], None] | None:
+        """See `Device.add_doorbell`."""
+
+
 class Poller:
     """Polls when a copy is expected to have landed; parked while nothing is under way.
 
     Args:
         step: Polls once; must not raise.
         drain: Blocks until the copies under way are over or a bound is reached; must not raise.
-        device: Its doorbell, if it has one, wakes the poller.
+        doorbell: Wakes the poller, if it rings at all.
         clock: What the poller sleeps by.
         add_doorbell: Another doorbell that wakes it, not by the landing of copies.
     """
@@ -57,14 +89,14 @@ class Poller:
         self,
         step: Callable[[], PollStep],
         drain: Callable[[], None],
-        device: Device,
+        doorbell: Doorbell,
         clock: Clock,
         *,
         add_doorbell: Callable[[Callable[[], None]], Callable[[], None]] = lambda _ring: lambda: None,
     ) -> None:
         self._step = step
         self._drain = drain
-        self._device = device
+        self._doorbell = doorbell
         self._clock = clock
         self._add_doorbell = add_doorbell
         self._is_stopping = False
@@ -109,7 +141,7 @@ class Poller:
             await self._finished.wait()
 
     async def _run(self) -> None:
-        silence = self._device.add_doorbell(self._ring)
+        silence = self._doorbell.add_doorbell(self._ring)
         silence_other = self._add_doorbell(self._ring)
         try:
             await self._poll_until_stopped(has_doorbell=silence is not None)
@@ -130,19 +162,10 @@ class Poller:
             self._finished.set()
 
     async def _poll_until_stopped(self, *, has_doorbell: bool) -> None:
-        backoff = _MAX_BACKOFF if has_doorbell else 1
+        pace = Pace(has_doorbell=has_doorbell)
         while not self._is_stopping:
             self._wake_up = anyio.Event()
             self.poll_count += 1
-            step = self._step()
-            if not has_doorbell:
-                # What lands later than expected is polled for less and less often; a doorbell rings for it.
-                backoff = 1 if step.has_news else min(2 * backoff, _MAX_BACKOFF)
-            seconds = step.seconds_to_deadline
-            if seconds is not None:
-                seconds = max(seconds, _MIN_SLEEP_SECONDS)
-            if step.seconds_to_landing is not None:
-                to_landing = max(step.seconds_to_landing, _MIN_SLEEP_SECONDS * backoff)
-                seconds = to_landing if seconds is None else min(seconds, to_landing)
+            seconds = pace.seconds_to_next(self._step())
             with self._clock.cancel_at(deadline_after(self._clock, seconds)):
                 await self._wake_up.wait()

@@ -18,7 +18,7 @@ import numpy as np
 from aiokvoffload.clock import Clock
 from aiokvoffload.devices.base import CopyPlan, Device, Direction, Event, Stream
 from aiokvoffload.errors import DeviceError, StateError
-from aiokvoffload.transfers.base import Transfer, TransferState
+from aiokvoffload.transfers.base import ALREADY_DONE, After, Transfer, TransferState, TransferWorker
 from aiokvoffload.transfers.device_host import SingleDirectionOffloadingHandler
 from aiokvoffload.transfers.pointers import Places, SlotLayout
 
@@ -30,14 +30,15 @@ _ASSUMED_BYTES_PER_SECOND = 8e9
 _BANDWIDTH_WEIGHT = 0.2
 
 
-class OffloadingWorker:
-    """Sends transfers and finds out when they have landed.
+class OffloadingWorker(TransferWorker):
+    """Sends transfers to the device of this process and finds out when they have landed.
 
     Args:
         device: Does the copying.
         layout: How GPU blocks lie in slots.
         handlers: One for each direction.
         clock: Where deadlines are read.
+        compute_stream: The engine's; transfers wait for it unless told otherwise, and `fence` holds it back.
         streams_per_direction: Streams of each direction.
         in_flight_bytes: How much may be sent and not landed; one transfer always may.
         landing_seconds: A transfer not landed this long after it was sent is overdue; one not sent this long after it
@@ -51,11 +52,14 @@ class OffloadingWorker:
         handlers: Mapping[Direction, SingleDirectionOffloadingHandler],
         clock: Clock,
         *,
+        compute_stream: Stream | None = None,
         streams_per_direction: int = STREAMS_PER_DIRECTION,
         in_flight_bytes: int = IN_FLIGHT_BYTES,
         landing_seconds: float = LANDING_SECONDS,
     ) -> None:
+        super().__init__()
         self._device = device
+        self._compute_stream = compute_stream
         self._layout = layout
         self._handlers = handlers
         self._clock = clock
@@ -78,10 +82,6 @@ class OffloadingWorker:
         self._bytes_per_second = dict.fromkeys(Direction, _ASSUMED_BYTES_PER_SECOND)
         self._last_job_id = 0
         self._finished: list[Transfer] = []
-        self.in_flight_bytes = 0
-        self.byte_count = dict.fromkeys(Direction, 0)
-        self.busy_seconds = dict.fromkeys(Direction, 0.0)
-        self.joined_block_count = 0
 
     @property
     def queued_count(self) -> int:
@@ -93,25 +93,26 @@ class OffloadingWorker:
         """How many transfers have been sent and have not landed."""
         return sum(map(len, self._sent.values())) + len(self._joiners)
 
-    def submit(self, transfer: Transfer) -> None:
-        """Take a transfer over, and send it if there is room.
+    def event_after(self, after: After) -> Event | None:
+        """Return what a transfer that is asked for now must wait for."""
+        if after is None:
+            after = self._compute_stream
+        if after is None or after is ALREADY_DONE:
+            return None
+        if isinstance(after, Event):
+            with suppress(DeviceError):  # failed work is over; another device's event is refused here
+                return None if self._device.is_done(after) else after
+            return None
+        return self._device.record(self._device.adopt_stream(after))
 
-        Raises:
-            InvalidRequestError: Its two ends do not fit; then nothing was taken over.
-        """
+    def submit(self, transfer: Transfer) -> None:
+        """Take a transfer over, and send it if there is room."""
         self._take_over(transfer)
         self._queued[transfer.direction].append(transfer)
         self.send_queued()
 
     def submit_now(self, transfer: Transfer) -> None:
-        """Take a store over and send it before returning, ahead of what is queued.
-
-        It takes no notice of the byte budget: ask `sendable_bytes` before, and `blocks_with_queued_loads`.
-
-        Raises:
-            InvalidRequestError: Its two ends do not fit; then nothing was taken over.
-            StateError: It would have to wait for a transfer that is queued; then nothing was taken over.
-        """
+        """Take a store over and send it before returning, ahead of what is queued."""
         if self.blocks_with_queued_loads(transfer.gpu_spec.block_ids.tolist()):
             raise StateError("loads into these GPU blocks are queued, so nothing that reads them can be sent now")
         self._take_over(transfer)
@@ -167,11 +168,24 @@ class OffloadingWorker:
         self._register(transfer, places_of)
         self._plans[transfer] = plan
 
-    def withdraw(self, transfer: Transfer) -> bool:
-        """Take back a transfer that is not sent and that no other has joined; return whether that was so.
+    def send_at_once(self, transfer: Transfer) -> None:
+        """Send a transfer now if it is still queued, and before it what it must wait for, whatever the byte budget."""
+        while _is_queued(transfer):
+            chosen = _first_to_send(transfer)
+            self._queued[chosen.direction].remove(chosen)
+            self._send(chosen, self._plans[chosen])
 
-        It is over then, unless it has joined copies that are under way: these still touch its blocks.
-        """
+    def fence(self, transfer: Transfer) -> None:
+        """Let the compute stream wait for a sent transfer."""
+        if transfer.state is not TransferState.SENT:
+            raise StateError("the copies are still queued; await handle.sent() before fence()")
+        if self._compute_stream is None:
+            raise StateError("no compute stream was named when the offloader was opened; await the handle instead")
+        for event in self.end_events(transfer):
+            self._device.wait_event(self._compute_stream, event)
+
+    def withdraw(self, transfer: Transfer) -> bool:
+        """Take back a transfer that is not sent and that no other has joined; return whether that was so."""
         if not _is_queued(transfer) or not all(other.is_withdrawn for other in transfer.joined_by):
             return False
         self._queued[transfer.direction].remove(transfer)
@@ -180,10 +194,7 @@ class OffloadingWorker:
         return True
 
     def poll(self) -> list[Transfer]:
-        """End what has landed, send what is queued, and return the transfers that ended since the last poll.
-
-        A fault in one place does not keep the rest from landing; it is raised at the end.
-        """
+        """End what has landed, send what is queued, and return the transfers that ended since the last poll."""
         fault: Exception | None = None
         steps: list[Callable[[], None]] = [partial(self._land_heads, stream) for stream in self._sent]
         for step in (*steps, self._expire):
@@ -207,7 +218,7 @@ class OffloadingWorker:
             self._send(transfer, plan)
 
     def seconds_to_landing(self) -> float | None:
-        """Return an estimate for the transfer that lands next, below 0 if it is late; None if none is under way."""
+        """Return an estimate for the transfer that lands next, from the bandwidth measured so far."""
         heads = [sent[0] for sent in self._sent.values() if sent]
         expected = [head.sent_at + head.byte_count / self._bytes_per_second[head.direction] for head in heads]
         return min(expected) - self._clock.now() if expected else None
@@ -221,6 +232,21 @@ class OffloadingWorker:
     def under_way(self) -> list[Transfer]:
         """Return the transfers that have been sent and have not landed, oldest first."""
         return sorted(self._under_way(), key=lambda transfer: transfer.job_id)
+
+    def wait_for(self, transfer: Transfer, timeout_seconds: float) -> None:
+        """Block the thread on the device until the copies are over, or the timeout."""
+        deadline = self._clock.now() + timeout_seconds
+        for event in transfer.end_events():
+            self._device.synchronize(event, max(0.0, deadline - self._clock.now()))
+
+    def wait_for_news(self, timeout_seconds: float) -> None:
+        """Block the thread until the oldest copies under way are over, or the timeout."""
+        for transfer in self.under_way()[:1]:
+            self.wait_for(transfer, timeout_seconds)
+
+    def add_doorbell(self, ring: Callable[[], None]) -> Callable[[], None] | None:
+        """Add a doorbell to the device."""
+        return self._device.add_doorbell(ring)
 
     def withdraw_all(self) -> None:
         """Take back everything that is not sent, last first."""
@@ -289,9 +315,7 @@ class OffloadingWorker:
             chosen = loads[0]
         else:
             return None
-        while blockers := [other for other in (*chosen.waits_for, *chosen.joined) if _is_queued(other)]:
-            chosen = blockers[0]
-        return chosen
+        return _first_to_send(chosen)
 
     def _send(self, transfer: Transfer, plan: CopyPlan) -> None:
         stores = self._queued[Direction.STORE]
@@ -446,6 +470,13 @@ def _slot_resource(slot: int) -> int:
 
 def _is_queued(transfer: Transfer) -> bool:
     return transfer.state is TransferState.QUEUED
+
+
+def _first_to_send(chosen: Transfer) -> Transfer:
+    """Return `chosen`, or the queued transfer that must be sent before it."""
+    while blockers := [other for other in (*chosen.waits_for, *chosen.joined) if _is_queued(other)]:
+        chosen = blockers[0]
+    return chosen
 
 
 def _has_all_joined(transfer: Transfer) -> bool:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
 
 from aiokvoffload import CacheIdentity, CanonicalKVCaches, Deadlines, SyncOffloader, TransferHandle
-from aiokvoffload.devices.base import Direction
 from aiokvoffload.offloader import OffloaderContext
 from aiokvoffload.offloader.parts import build_parts
 from aiokvoffload.testing.clock import ManualClock
 from aiokvoffload.testing.device import ManualDevice
-from aiokvoffload.transfers.device_host import SingleDirectionOffloadingHandler
-from aiokvoffload.transfers.worker import OffloadingWorker
 
 BLOCK_BYTES = 8
 LANDING_SECONDS = 10.0
@@ -39,20 +35,9 @@ class Setting:
             compute_stream=None,
             deadlines=Deadlines(landing_seconds=LANDING_SECONDS),
             clock=self.clock,
-        )
-        handlers = {
-            direction: SingleDirectionOffloadingHandler(direction, parts.layout, parts.memory, self.device)
-            for direction in Direction
-        }
-        worker = OffloadingWorker(
-            self.device,
-            parts.layout,
-            handlers,
-            self.clock,
             in_flight_bytes=2 * BLOCK_BYTES,
-            landing_seconds=LANDING_SECONDS,
         )
-        self.context = OffloaderContext(lambda: replace(parts, worker=worker))
+        self.context = OffloaderContext(lambda: parts)
 
     def start(self, offloader: SyncOffloader, blocks: list[int]) -> TransferHandle:
         keys = offloader.keys(range(len(blocks)))

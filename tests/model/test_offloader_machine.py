@@ -10,7 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
@@ -45,8 +45,6 @@ from aiokvoffload.testing.clock import ManualClock
 from aiokvoffload.testing.device import ManualDevice
 from aiokvoffload.testing.order import OrderChecker
 from aiokvoffload.testing.streams import ManualStream, Operation
-from aiokvoffload.transfers.device_host import SingleDirectionOffloadingHandler
-from aiokvoffload.transfers.worker import OffloadingWorker
 
 GPU_BLOCKS = 6
 SLOTS = 4
@@ -221,24 +219,14 @@ class OffloaderMachineTest(RuleBasedStateMachine):
             compute_stream=self.compute_stream,
             deadlines=Deadlines(landing_seconds=LANDING_SECONDS),
             clock=self.clock,
-        )
-        worker = OffloadingWorker(
-            self.checker,
-            parts.layout,
-            {
-                direction: SingleDirectionOffloadingHandler(direction, parts.layout, parts.memory, self.checker)
-                for direction in Direction
-            },
-            self.clock,
             in_flight_bytes=BUDGET_BLOCKS * LAYERS * PAGE_BYTES,
-            landing_seconds=LANDING_SECONDS,
         )
         memory = parts.memory
         self.checker.watch("slots", memory.address, SLOTS, memory.slot_bytes, cell_bytes=PAGE_BYTES)
         for layer, tensor in enumerate(self.tensors):
             self.checker.watch(f"layer {layer}", tensor.data_ptr(), GPU_BLOCKS, PAGE_BYTES)
         self.stack = ExitStack()
-        return self.stack.enter_context(OffloaderContext(lambda: replace(parts, worker=worker)))
+        return self.stack.enter_context(OffloaderContext(lambda: parts))
 
     # What the engine does
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import anyio
 import pytest
@@ -25,8 +24,6 @@ from aiokvoffload.testing.order import OrderChecker
 from aiokvoffload.testing.toy_engine import ToyEngine
 from aiokvoffload.testing.toy_kernel import block_content
 from aiokvoffload.testing.toy_requests import ToyWorkload
-from aiokvoffload.transfers.device_host import SingleDirectionOffloadingHandler
-from aiokvoffload.transfers.worker import OffloadingWorker
 
 GPU_BLOCKS = 24
 LAYERS = 2
@@ -76,20 +73,9 @@ class Server:
             compute_stream=self.compute_stream,
             deadlines=Deadlines(landing_seconds=LANDING_SECONDS),
             clock=clock,
-        )
-        handlers = {
-            direction: SingleDirectionOffloadingHandler(direction, parts.layout, parts.memory, self.checker)
-            for direction in Direction
-        }
-        worker = OffloadingWorker(
-            self.checker,
-            parts.layout,
-            handlers,
-            clock,
             in_flight_bytes=budget_blocks * LAYERS * PAGE_BYTES,
-            landing_seconds=LANDING_SECONDS,
         )
-        self.context = OffloaderContext(lambda: replace(parts, worker=worker))
+        self.context = OffloaderContext(lambda: parts)
 
     def make_engine(
         self, offloader: OffloaderMachine, *, free_too_early: bool = False, workload: ToyWorkload | None = None

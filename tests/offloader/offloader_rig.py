@@ -21,7 +21,7 @@ from aiokvoffload.managers.cpu import CPUOffloadingManager
 from aiokvoffload.managers.reuse import with_reuse_filter
 from aiokvoffload.offloader import Deadlines, OffloaderContext
 from aiokvoffload.offloader.machine import OffloaderMachine
-from aiokvoffload.offloader.parts import Parts, build_parts
+from aiokvoffload.offloader.parts import LocalParts, build_parts
 from aiokvoffload.testing.clock import ManualClock
 from aiokvoffload.testing.device import ManualDevice
 
@@ -107,7 +107,7 @@ class Rig:
         """Return the context manager of an offloader."""
         return OffloaderContext(self.parts)
 
-    def parts(self) -> Parts:
+    def parts(self) -> LocalParts:
         """Build what an offloader is made of."""
         parts = build_parts(
             CanonicalKVCaches.from_layers(self.layers, block_tokens=BLOCK_TOKENS),

@@ -24,7 +24,7 @@ from aiokvoffload import (
 )
 from aiokvoffload.devices.base import Direction, Event, Stream
 from aiokvoffload.offloader.machine import OffloaderMachine
-from aiokvoffload.offloader.parts import Parts
+from aiokvoffload.offloader.parts import LocalParts
 from aiokvoffload.policies.lru import LRUPolicy
 from aiokvoffload.specs import Placement
 from aiokvoffload.testing.asserts import assert_idle
@@ -43,7 +43,7 @@ class PlacementRig(Rig):
         super().__init__(**options)
         self._placement = placement
 
-    def parts(self) -> Parts:
+    def parts(self) -> LocalParts:
         return replace(super().parts(), placement=self._placement)
 
 

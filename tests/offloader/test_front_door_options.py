@@ -10,6 +10,7 @@ import torch
 from aiokvoffload import ConfigurationError, open_offloader
 from aiokvoffload.testing.asserts import assert_idle
 from aiokvoffload.testing.device import ManualDevice
+from aiokvoffload.transfers.worker import OffloadingWorker
 
 
 def test_what_exceeds_the_byte_budget_waits_in_the_queue() -> None:
@@ -33,7 +34,9 @@ def test_copies_are_spread_over_the_streams(count: int) -> None:
         for block, key in enumerate(offloader.keys(range(48))):
             offloader.store_soon([key], [block])
         device.hang_direction(device.copies[0].direction)
-        assert len({id(stream) for stream in offloader._worker._sent if offloader._worker._sent[stream]}) == count
+        worker = offloader._worker
+        assert isinstance(worker, OffloadingWorker)
+        assert len({id(stream) for stream in worker._sent if worker._sent[stream]}) == count
         device.release()
 
 

@@ -118,8 +118,10 @@ async def test_an_async_opening_that_fails_closes_its_own_device() -> None:
     with pytest.raises(StopPreparing):
         async with watched(open_over("host", on_progress=stop_at(1)), built):
             raise AssertionError("its report raised")
+    device = built[0].own_device
+    assert device is not None
     with pytest.raises(ClosedError):
-        built[0].device.create_stream("too late")
+        device.create_stream("too late")
 
 
 def test_a_synchronous_opening_that_fails_leaves_nothing_pinned() -> None:
