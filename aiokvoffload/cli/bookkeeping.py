@@ -97,20 +97,22 @@ class _Simulation:
         self.looked_up_count += len(hashes)
         self.gpu_hit_count += gpu_hits
         manager.touch(keys, ctx, depths=depths)
-        load = manager.prepare_load_nowait(keys, ctx, take="leading", resident_tokens=gpu_hits // factor)
-        hits = max(gpu_hits, load.token_count * factor)
-        self.hit_count += hits
         if self._is_exclusive:
+            # What the request loads is pinned while the GPU gives up blocks for it.
+            load = manager.prepare_load_nowait(keys, ctx, take="leading", resident_tokens=gpu_hits)
             if grant is not None:
                 # What was given up last was used last, and of one request the head was given up last.
                 given_up = keys_of([content for content, _ in reversed(grant.given_up)], 1)
                 manager.complete_store_nowait(manager.prepare_demotion_nowait(given_up))
+            hits = max(gpu_hits, load.token_count)
             manager.complete_load_nowait(load, take_along=True)
         else:
-            manager.complete_load_nowait(load)
+            found = manager.lookup_prefix_nowait(keys, ctx, resident_tokens=gpu_hits // factor)
+            hits = max(gpu_hits, found * factor)
             first = hits // factor
             store = manager.prepare_store_nowait(keys[first:], ctx, when_full="leading", depths=depths[first:])
             manager.complete_store_nowait(store)
+        self.hit_count += hits
         if self._gpu_level is not None and grant is not None:
             self._gpu_level.publish(grant)
             self._gpu_level.release(grant)
