@@ -22,6 +22,8 @@ NVIDIA_HEADERS = Path("/usr/local/cuda/include")
 SEMAPHORE_BYTES = 64
 
 _HostFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_KEPT: list[object] = []
+"""Host functions. A thread of the driver may be about to return from one when nobody else knows it any more."""
 
 
 def build_stand_in(directory: Path, *options: str) -> Path:
@@ -142,7 +144,6 @@ class StandInGpu(CudaDevice, SimulatedDevice):
         self.failures: list[BaseException] = []
         self._library = stand_in.library
         self._library.cuLaunchHostFunc.argtypes = (ctypes.c_void_p,) * 3
-        self._launched: list[object] = []
 
     def launch(self, stream: Stream, work: Callable[[], None]) -> None:
         """Put work into a stream; what it raises is kept."""
@@ -155,6 +156,6 @@ class StandInGpu(CudaDevice, SimulatedDevice):
                 self.failures.append(exc)
 
         function = _HostFunction(run)
-        self._launched.append(function)
+        _KEPT.append(function)
         with self.current_context():
             assert self._library.cuLaunchHostFunc(owned.handle, ctypes.cast(function, ctypes.c_void_p), None) == 0
