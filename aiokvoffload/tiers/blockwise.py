@@ -50,12 +50,16 @@ class BlockwiseTier(Tier):
             call.began[index] = self.clock.now()
             try:
                 results.append(self._do_block(call, index))
-            except OSError as exc:
-                results.append(call.failure(Reason.FAILED, str(exc)))
-            except Exception as exc:
-                _logger.exception("%s: %s failed", self.url, call.operation.value)
-                results.append(call.failure(Reason.FAILED, f"{type(exc).__name__}: {exc}"))
+            except Exception as exc:  # noqa: BLE001 - a call must be answered; `failed` logs what nobody expects
+                results.append(self.failed(call, exc))
         self._land(call, indices, results)
+
+    def failed(self, call: TierCall, exc: Exception) -> BlockResult:
+        """Return the result of a block whose work has raised."""
+        if isinstance(exc, OSError):
+            return call.failure(Reason.FAILED, str(exc))
+        _logger.error("%s: %s failed", self.url, call.operation.value, exc_info=exc)
+        return call.failure(Reason.FAILED, f"{type(exc).__name__}: {exc}")
 
     def _do_block(self, call: TierCall, index: int) -> BlockResult:
         if call.operation is Operation.CLOSE:

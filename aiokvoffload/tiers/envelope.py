@@ -68,6 +68,11 @@ def checksum_of(payload: bytes | bytearray | memoryview) -> bytes:
     return xxhash.xxh3_128_digest(payload)
 
 
+def claimed_header_bytes(start: bytes) -> int:
+    """Return how long a header says it is, from its first `FIXED_BYTES`; nothing is checked yet."""
+    return int(_FIELDS.unpack(start)[3])
+
+
 def decode_header(stored: bytes) -> Header | Reason:
     """Return what a stored header says, or what is wrong with it."""
     if len(stored) < FIXED_BYTES:

@@ -16,8 +16,7 @@ from aiokvoffload.tiers.threads import Job, TierThreads
 _logger = logging.getLogger(__name__)
 
 DEFAULT_THREAD_COUNT = 4
-_KEYS_OF_A_JOB = 32
-"""Of calls without buffers, where one block is little work."""
+DEFAULT_KEYS_PER_JOB = 32
 
 
 class ThreadedTier(BlockwiseTier):
@@ -29,6 +28,7 @@ class ThreadedTier(BlockwiseTier):
         timeout_seconds: Longest that a call may take.
         limits: When the breaker opens.
         thread_count: Blocks in work at a time.
+        keys_per_job: Blocks that one thread takes of a call without buffers, where one block is little work.
     """
 
     def __init__(
@@ -39,14 +39,16 @@ class ThreadedTier(BlockwiseTier):
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         limits: BreakerLimits | None = None,
         thread_count: int = DEFAULT_THREAD_COUNT,
+        keys_per_job: int = DEFAULT_KEYS_PER_JOB,
     ) -> None:
         super().__init__(url, clock=clock, timeout_seconds=timeout_seconds, limits=limits)
+        self._keys_per_job = keys_per_job
         self._threads = TierThreads(type(self).__name__, thread_count)
 
     def begin(self, call: TierCall) -> None:
         """Queue the blocks of a call."""
         indices = call.unanswered()
-        size = 1 if call.buffers else _KEYS_OF_A_JOB
+        size = 1 if call.buffers else self._keys_per_job
         parts = [indices[start : start + size] for start in range(0, len(indices), size)]
         self._threads.submit(Job(call, partial(self.work_on, call, part), part) for part in parts)
 

@@ -99,7 +99,7 @@ def test_purge_removes_all_blocks_of_all_identities(url: str, capsys: pytest.Cap
     [
         (["stats", "file:///nowhere/at/all"], "is no directory, or an empty one"),
         (["stats", "memory://"], "a 'memory' tier cannot be looked at from outside"),
-        (["purge", "fiel:///x"], "no tier is known for fiel://; did you mean 'file'? Known: file://, memory://"),
+        (["purge", "fiel:///x"], "no tier is known for fiel://; did you mean 'file'? Known: "),
         (["verify", "x"], "a tier is given as a URL such as"),
         (["purge"], "the following arguments are required: URL"),
     ],

@@ -12,8 +12,8 @@ from aiokvoffload.keys import CacheIdentity
 from aiokvoffload.testing.faulty_files import FaultyFiles
 from aiokvoffload.testing.strategies import make_keys
 from aiokvoffload.testing.tier_contract import BLOCK_BYTES, IDENTITY, payload
-from aiokvoffload.tiers.fs.layout import block_id, block_name, identity_name
 from aiokvoffload.tiers.fs.tier import FileTier, FileTierOptions, file_bytes
+from aiokvoffload.tiers.names import block_id, block_name, identity_name
 from aiokvoffload.tiers.outcomes import BlockResult
 
 FILE_BYTES = file_bytes(BLOCK_BYTES)

@@ -12,7 +12,8 @@ from aiokvoffload.keys import OffloadKey
 from aiokvoffload.tiers.administration import StoredIdentity, TierAdministration, Verification
 from aiokvoffload.tiers.envelope import FILE_ALIGNMENT_BYTES, decode_header
 from aiokvoffload.tiers.fs.files import Files, read_fully
-from aiokvoffload.tiers.fs.layout import BlockId, Layout, block_name
+from aiokvoffload.tiers.fs.layout import Layout
+from aiokvoffload.tiers.names import BlockId, block_name
 from aiokvoffload.tiers.outcomes import Reason
 
 _PIECE_BYTES = 4 << 20

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.policies.base import Access, CachePolicy
 from aiokvoffload.tiers.fs.files import Files
-from aiokvoffload.tiers.fs.layout import BlockId, Layout
+from aiokvoffload.tiers.fs.layout import Layout
 from aiokvoffload.tiers.fs.ledger import Ledger
+from aiokvoffload.tiers.names import BlockId
 from aiokvoffload.tiers.outcomes import Reason
 from aiokvoffload.tiers.slots import BlockSlots
 from aiokvoffload.tiers.statistics import Holdings

@@ -16,33 +16,34 @@ Names are hashes of fingerprints and keys, in hexadecimal digits.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from hashlib import blake2b
-from typing import NewType
 
 from aiokvoffload.errors import ConfigurationError
-from aiokvoffload.keys import CacheIdentity, OffloadKey
+from aiokvoffload.keys import CacheIdentity
 from aiokvoffload.tiers.fs.files import Files, write_small_file
-
-MARKER = "aiokvoffload.json"
-IDENTITY = "identity.json"
-FORMAT = {"format": "aiokvoffload blocks", "version": 1}
-_NAME_BYTES = 20
-_IDENTITY_DIGITS = 32
-_BLOCK = re.compile(rf"[0-9a-f]{{{_IDENTITY_DIGITS}}}/[0-9a-f]{{2}}/[0-9a-f]{{{2 * _NAME_BYTES}}}")
-_FINISHED = ".finished"
-_REPORT = re.compile(
-    rf"([0-9a-f]{{{_IDENTITY_DIGITS}}})\.([0-9a-f]{{{2 * _NAME_BYTES}}})\.([0-9]{{1,19}})\.([0-9a-f]+)(\{_FINISHED})?"
+from aiokvoffload.tiers.names import (
+    IDENTITY,
+    IDENTITY_DIGITS,
+    NAME_DIGITS,
+    BlockId,
+    block_id,
+    describe_identity,
+    identity_name,
+    is_block_id,
+    read_description,
 )
 
-BlockId = NewType("BlockId", str)
-"""The path of a block below `blocks/`."""
+MARKER = "aiokvoffload.json"
+FORMAT = {"format": "aiokvoffload blocks", "version": 1}
+_FINISHED = ".finished"
+_REPORT = re.compile(
+    rf"([0-9a-f]{{{IDENTITY_DIGITS}}})\.([0-9a-f]{{{NAME_DIGITS}}})\.([0-9]{{1,19}})\.([0-9a-f]+)(\{_FINISHED})?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,46 +154,29 @@ class Layout:
         directory = f"{self.blocks}/{identity_name(identity)}"
         files.make_directories(directory)
         if IDENTITY not in files.list(directory):
-            description = {**dataclasses.asdict(identity), "fingerprint": identity.fingerprint.hex()}
-            write_small_file(files, directory, IDENTITY, json.dumps(description, indent=2).encode())
+            write_small_file(files, directory, IDENTITY, describe_identity(identity))
 
     def identities(self, files: Files) -> list[str]:
         """Return the names of the identities that have blocks."""
-        return sorted(name for name in files.list(self.blocks) if len(name) == _IDENTITY_DIGITS)
+        return sorted(name for name in files.list(self.blocks) if len(name) == IDENTITY_DIGITS)
 
     def description(self, identity: str) -> dict[str, object]:
         """Return what was written about an identity; empty if that cannot be read."""
         try:
             with open(f"{self.blocks}/{identity}/{IDENTITY}", "rb") as file:
-                found = json.loads(file.read(1 << 20))
-        except (OSError, ValueError):
+                return read_description(file.read(1 << 20))
+        except OSError:
             return {}
-        return found if isinstance(found, dict) else {}
 
     def stored_blocks(self, files: Files, identity: str) -> Iterator[tuple[BlockId, os.stat_result]]:
         """Yield the block files of one identity; one that vanishes meanwhile is left out."""
         for digits in files.list(f"{self.blocks}/{identity}"):
             for name in files.list(f"{self.blocks}/{identity}/{digits}"):
                 block = BlockId(f"{identity}/{digits}/{name}")
-                if _BLOCK.fullmatch(block):
+                if is_block_id(block):
                     try:
                         found = files.stat(self.path(block))
                     except FileNotFoundError:
                         continue
                     if stat.S_ISREG(found.st_mode):
                         yield block, found
-
-
-def identity_name(identity: CacheIdentity) -> str:
-    """Return the name of an identity's directory."""
-    return identity.fingerprint.hex()[:_IDENTITY_DIGITS]
-
-
-def block_name(key: OffloadKey) -> str:
-    """Return the name of a block's file."""
-    return blake2b(key, digest_size=_NAME_BYTES, person=b"aiokv-file").hexdigest()
-
-
-def block_id(identity: str, name: str) -> BlockId:
-    """Return the place of a block."""
-    return BlockId(f"{identity}/{name[:2]}/{name}")

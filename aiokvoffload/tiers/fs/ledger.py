@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from aiokvoffload.policies.base import Access
 from aiokvoffload.tiers.fs.files import Files
-from aiokvoffload.tiers.fs.layout import BlockId, Layout, Report
+from aiokvoffload.tiers.fs.layout import Layout, Report
+from aiokvoffload.tiers.names import BlockId
 from aiokvoffload.tiers.outcomes import Reason
 from aiokvoffload.tiers.statistics import Holdings
 

@@ -16,9 +16,10 @@ from aiokvoffload.tiers.calls import Use
 from aiokvoffload.tiers.envelope import FILE_ALIGNMENT_BYTES, Envelope
 from aiokvoffload.tiers.fs.direct import BlockIO
 from aiokvoffload.tiers.fs.files import Files
-from aiokvoffload.tiers.fs.layout import BlockId, Layout, block_id, block_name, identity_name
+from aiokvoffload.tiers.fs.layout import Layout
 from aiokvoffload.tiers.fs.ledger import Ledger
 from aiokvoffload.tiers.fs.writers import Writer
+from aiokvoffload.tiers.names import BlockId, block_id, block_name, identity_name
 from aiokvoffload.tiers.outcomes import DELETED, HIT, PRESENT, STORED, BlockResult, Reason, miss, refusal
 from aiokvoffload.tiers.requests import RequestTicks
 
