@@ -199,17 +199,21 @@ class TieredOffloadingManager(OffloadingManager):
         """Unpin, or give the wait up."""
         if ticket.holder is not self:
             return self._backing.complete_load_nowait(ticket, take_along=take_along)
-        load = self._loads.get(ticket)
-        if load is None:
+        if not ticket.is_open:
             self._repeated += 1
             return Completion.REPEATED
-        completion = self._backing.complete_load_nowait(load.held, take_along=take_along and not ticket.is_waiting)
+        load = self._loads.get(ticket)
+        if load is None:
+            ticket.is_open = False
+            return Completion.APPLIED if ticket.epoch == self.epoch else Completion.STALE
         del self._loads[ticket]
         ticket.is_open = False
-        if ticket.is_waiting:
-            load.give_up()
-            ticket.keys = ()
-            ticket.settle()
+        if not ticket.is_waiting:
+            return self._backing.complete_load_nowait(load.held, take_along=take_along)
+        load.give_up()
+        completion = self._backing.complete_load_nowait(load.held)
+        ticket.keys = ()
+        ticket.settle()
         return completion
 
     # Storing
@@ -359,15 +363,19 @@ class TieredOffloadingManager(OffloadingManager):
         self, ticket: PrepareStoreOutput, keys: Keys, ctx: ReqContext | None, depths: Sequence[int] | None
     ) -> PrepareStoreOutput:
         """Remember who has offered blocks until they are committed."""
+        if not ticket.slots and not ticket.is_waiting:
+            return ticket
         depth_of = dict(zip(reversed(keys), reversed(depths or range(len(keys))), strict=True))
         self._offered[ticket] = _Offered(_request_id(ctx), depth_of)
         ticket.on_settled(lambda: self._note_taken(ticket))
         return ticket
 
     def _note_taken(self, ticket: PrepareStoreOutput) -> None:
-        if ticket.slots:
-            for cascade in self._cascades:
-                cascade.note_taken(ticket)
+        if not ticket.slots:
+            self._offered.pop(ticket, None)
+            return
+        for cascade in self._cascades:
+            cascade.note_taken(ticket)
 
     def _note_promoted(self, ticket: PrepareStoreOutput, keys: Sequence[OffloadKey], source: PlannedTier) -> None:
         """Write what was read from a tier to those above it."""
@@ -388,8 +396,13 @@ class TieredOffloadingManager(OffloadingManager):
             cascade.pump()
 
     def _end_load(self, load: TierLoad) -> None:
-        self._hits += len(load.ticket.keys)
-        load.ticket.settle()
+        ticket = load.ticket
+        self._hits += len(ticket.keys)
+        if not ticket.keys:
+            # A miss need not be completed, so nothing may be kept for it.
+            self._backing.complete_load_nowait(load.held)
+            del self._loads[ticket]
+        ticket.settle()
 
     def _let_go(self) -> None:
         """Miss for all loads that wait, and forget what waits to be written."""

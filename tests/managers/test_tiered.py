@@ -630,3 +630,21 @@ def test_a_foreign_ticket_changes_nothing() -> None:
     rig = make_rig(8)
     foreign = PrepareLoadOutput(make_rig(1).manager, 0, 0)
     assert rig.manager.complete_load_nowait(foreign) is Completion.FOREIGN
+
+
+def test_nothing_is_remembered_of_misses_and_refusals_that_nobody_completes() -> None:
+    rig = make_rig(2)
+    for number in range(5):
+        ticket = rig.load(number)
+        rig.land_all()
+        assert ticket.result is LookupResult.MISS
+        rig.manager.prepare_store_nowait(make_keys(*range(10)))
+    waiting = rig.manager.prepare_store_nowait(make_keys(*range(10, 12)), when_full="wait")
+    behind = rig.manager.prepare_store_nowait(make_keys(20), when_full="wait")
+    rig.manager.settle_nowait(behind)
+    assert not rig.manager._loads
+    assert list(rig.manager._offered) == [waiting]
+    rig.manager.complete_store_nowait(waiting)
+    assert not rig.manager._offered
+    assert rig.manager.complete_load_nowait(ticket) is Completion.APPLIED
+    assert rig.manager.complete_load_nowait(ticket) is Completion.REPEATED
