@@ -118,11 +118,11 @@ def test_work_that_raises_ends_no_thread(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_closing_waits_for_nothing_and_ends_the_threads() -> None:
-    threads, gate = TierThreads("t", 1), Gate()
+    threads, gate = TierThreads("closing", 1), Gate()  # a name of its own: threads of other tests may still be ending
     is_done = threading.Event()
     threads.submit([Job("g", gate.work), Job("g", is_done.set)])
     gate.wait_begun()
-    thread = next(thread for thread in threading.enumerate() if thread.name == "aiokvoffload-t-1")
+    thread = next(thread for thread in threading.enumerate() if thread.name == "aiokvoffload-closing-1")
     threads.close()
     assert thread.is_alive()
     gate.may_end.set()
