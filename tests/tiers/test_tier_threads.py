@@ -70,7 +70,7 @@ def test_work_that_has_not_begun_can_be_withdrawn() -> None:
 
 
 def test_a_stuck_thread_is_replaced_and_ends_when_it_comes_back() -> None:
-    threads, stuck = TierThreads("t", 1), Gate()
+    threads, stuck = TierThreads("stuck", 1), Gate()  # a name of its own, as below
     threads.submit([Job("stuck", stuck.work)])
     stuck.wait_begun()
     before = set(threading.enumerate())
@@ -79,7 +79,7 @@ def test_a_stuck_thread_is_replaced_and_ends_when_it_comes_back() -> None:
     assert threads.replace("stuck") == 0
     assert threads.stuck_count == 1
     run_one(threads)
-    stuck_thread = next(thread for thread in before if thread.name == "aiokvoffload-t-1")
+    stuck_thread = next(thread for thread in before if thread.name == "aiokvoffload-stuck-1")
     stuck.may_end.set()
     stuck_thread.join(PATIENCE_SECONDS)
     assert not stuck_thread.is_alive()
