@@ -140,7 +140,7 @@ class AdaptivePolicy(RankedPolicy):
         batch = slot_array(slots)
         stale = batch[self._ranked_by[batch] != self._winner]
         if len(stale):
-            stale = stale[np.array(self._lines.indices_of(stale)) != _DEMOTED]
+            stale = stale[self._lines.indices_of(stale) != _DEMOTED]
             self._rebase(stale, self._bases(stale), self._current)
         super().unpin(slots)
 

@@ -57,25 +57,22 @@ class ARCPolicy(RankedPolicy):
             self._insert(inserted, access)
             return
         self._ghosts.remove([row for row in rows if row is not None])
-        lines = [_T1 if row is None or not self._are_ghosts_frequent else _T2 for row in rows]
-        for line, part, its_access in split_by_line(inserted, lines, access):
+        is_frequent = np.array([row is not None and self._are_ghosts_frequent for row in rows])
+        for line, part, its_access in split_by_line(inserted, is_frequent, access):
             self._insert(part, its_access, line)
 
     def touch(self, slots: Sequence[int], access: Access) -> None:
         """Move ready `slots` to T2; one still being written stays where it is, as most recent."""
         used, access = self._ranks.select_older(slot_array(slots), access)
-        lines = [
-            _T2 if is_written or line == _T2 else _T1
-            for is_written, line in zip(self._is_written[used].tolist(), self._lines.indices_of(used), strict=True)
-        ]
-        for line, part, its_access in split_by_line(used, lines, access):
+        is_frequent = self._is_written[used] | (self._lines.indices_of(used) == _T2)
+        for line, part, its_access in split_by_line(used, is_frequent, access):
             self._rerank(part, its_access, line)
 
     def rescue(self, slots: Sequence[int], access: Access) -> None:
         """Make `slots` the most recent of their line; those that were demoted enter T1 as new ones do."""
         given_up, access = self._ranks.select_older(slot_array(slots), access)
-        lines = [_T2 if line == _T2 else _T1 for line in self._lines.indices_of(given_up)]
-        for line, part, its_access in split_by_line(given_up, lines, access):
+        is_frequent = self._lines.indices_of(given_up) == _T2
+        for line, part, its_access in split_by_line(given_up, is_frequent, access):
             self._rerank(part, its_access, line)
 
     def miss(self, keys: Sequence[OffloadKey], access: Access) -> None:

@@ -18,6 +18,7 @@ from itertools import islice, pairwise
 from operator import attrgetter
 
 import numpy as np
+import numpy.typing as npt
 
 from aiokvoffload.policies.ranks import Rank, Ranks
 from aiokvoffload.policies.slots import SlotArray
@@ -27,6 +28,8 @@ LEAF_SLOTS = 256
 _NO_LEAF = -1
 _NO_SLOTS: SlotArray = np.empty(0, dtype=np.int64)
 _BOUND = attrgetter("bound")
+
+LineIndices = npt.NDArray[np.uint8]
 
 
 class Leaves:
@@ -146,6 +149,7 @@ class SlotLines:
     def __init__(self, ranks: Ranks, capacity: int, line_count: int) -> None:
         self._ranks = ranks
         self._leaf_of = np.full(capacity, _NO_LEAF, dtype=np.int32)
+        self._line_of = np.zeros(capacity, dtype=np.uint8)
         self._is_evictable = np.zeros(capacity, dtype=np.bool_)
         self._line_count = line_count
         self.clear()
@@ -169,10 +173,9 @@ class SlotLines:
 
     # Looking
 
-    def indices_of(self, slots: SlotArray) -> list[int]:
-        """Return for each slot in which line it stands."""
-        leaves = self._leaves
-        return [leaves[number].line.index for number in self._leaf_of[slots].tolist()]
+    def indices_of(self, slots: SlotArray) -> LineIndices:
+        """Return for each slot, which must stand in one, the index of its line."""
+        return self._line_of[slots]
 
     def evictable_among(self, slots: SlotArray) -> SlotArray:
         """Return those slots that could be evicted."""
@@ -303,6 +306,7 @@ class SlotLines:
     def _place(self, leaf: Leaf, slots: SlotArray) -> None:
         """Put slots at the end of a leaf that has no stale entries."""
         self._leaf_of[slots] = leaf.number
+        self._line_of[slots] = leaf.line.index
         leaf.slots = np.concatenate((leaf.slots, slots))
         leaf.resident_count += len(slots)
         leaf.line.resident_count += len(slots)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.policies.base import Access, CachePolicy
@@ -149,11 +150,14 @@ class RankedPolicy(CachePolicy):
         self._lines.enter(line, self._ranks.rebase(moved, bases))
 
 
-def split_by_line(slots: SlotArray, lines: Sequence[int], access: Access) -> Iterator[tuple[int, SlotArray, Access]]:
-    """Yield each line in turn, with the slots that are meant for it and the access to just them."""
-    if lines and lines.count(lines[0]) == len(lines):
-        yield lines[0], slots, access
+def split_by_line(
+    slots: SlotArray, is_for_second: npt.NDArray[np.bool_], access: Access
+) -> Iterator[tuple[int, SlotArray, Access]]:
+    """Yield lines 0 and 1, each with the slots that are meant for it, and the access to just them; neither if empty."""
+    second_count = np.count_nonzero(is_for_second)
+    if second_count in (0, len(slots)):
+        if len(slots):
+            yield int(second_count > 0), slots, access
         return
-    for line in sorted(set(lines)):
-        chosen = [position for position, meant_for in enumerate(lines) if meant_for == line]
-        yield line, slots[chosen], access.select(chosen)
+    for line, positions in enumerate((np.flatnonzero(~is_for_second), np.flatnonzero(is_for_second))):
+        yield line, slots[positions], access.select(positions.tolist())

@@ -56,21 +56,19 @@ class S3FIFOPolicy(RankedPolicy):
     def insert(self, slots: Sequence[int], keys: Sequence[OffloadKey], access: Access) -> None:
         """Make `slots` resident and pinned, in the small queue or, where their keys are ghosts, in the main one."""
         self._latest_tick = max(self._latest_tick, access.tick)
-        lines = []
+        was_ghost = []
         for slot, key in zip(slots, keys, strict=True):
             self._key_of[slot] = key
             self._last_tick[slot] = access.tick
             self._uses[slot] = 0
-            lines.append(_SMALL if self._ghosts.pop(key) is None else _MAIN)
-        for line, part, its_access in split_by_line(slot_array(slots), lines, access):
+            was_ghost.append(self._ghosts.pop(key) is not None)
+        for line, part, its_access in split_by_line(slot_array(slots), np.array(was_ghost, dtype=np.bool_), access):
             self._insert(part, its_access, line)
 
     def touch(self, slots: Sequence[int], access: Access) -> None:
         """Count a use; nothing moves, but what was demoted is new again."""
         self._latest_tick = max(self._latest_tick, access.tick)
-        demoted = [
-            position for position, line in enumerate(self._lines.indices_of(slot_array(slots))) if line == _DEMOTED
-        ]
+        demoted = np.flatnonzero(self._lines.indices_of(slot_array(slots)) == _DEMOTED).tolist()
         if demoted:
             self._rerank([slots[position] for position in demoted], access.select(demoted), _SMALL)
         for slot in slots:
