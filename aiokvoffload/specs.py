@@ -25,7 +25,7 @@ class LookupResult(Enum):
     MISS = "miss"
     HIT = "hit"
     PENDING = "pending"
-    """It is being written now."""
+    """It is being written now, or read from a tier."""
 
 
 Placement = Literal["inclusive", "exclusive"]
@@ -384,7 +384,8 @@ class PrepareLoadOutput(Ticket):
     """Blocks pinned for one reader until it completes or aborts.
 
     While `is_waiting`, some of the blocks are still being written. They are pinned already, so none can leave
-    between its commit and the reader's waking up; what fails to be written is a miss, and the ticket shrinks.
+    between its commit and the reader's waking up; what fails to be written is a miss, and the ticket shrinks. With tiers
+    below, it also waits while these are asked and read, and may grow.
 
     Attributes:
         keys: Pinned blocks, in order; `slots` says where each lies. Empty on a miss.

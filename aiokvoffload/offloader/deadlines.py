@@ -14,8 +14,8 @@ class Deadlines:
 
     Attributes:
         landing_seconds: From sending a copy until its waiters are told that it is stuck.
-        pending_seconds: How long a load waits for blocks that are still being written.
-        drain_seconds: How long closing waits for copies under way.
+        pending_seconds: How long a load waits for blocks that are still being written, or are in tiers.
+        drain_seconds: How long closing waits for copies under way, and for writes to tiers.
         join_seconds: How long opening waits for the ranks of an engine of several processes.
         prepare_seconds: How long it waits then until all have prepared their part of the memory.
     """

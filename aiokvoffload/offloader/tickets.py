@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class LoadTicket:
     """A matched prefix, pinned until `start` or `abort`; leaving a `with` block aborts.
 
-    While `result` is PENDING, some blocks are still being written: wait with `ready()`, or ask again later. Sizes
-    may shrink until then.
+    While `result` is PENDING, some blocks are still being written, or looked for in tiers and read from there: wait with
+    `ready()`, or ask again later. Sizes may change until then.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class LoadTicket:
         return self._shape()[1]
 
     async def ready(self, *, timeout_seconds: float | None = None) -> LookupResult:
-        """Wait until no block is being written any more; at the timeout, go on with what is there.
+        """Wait until no block is being written or read from a tier; at the timeout, go on with what is there.
 
         A cancelled wait leaves the ticket pinned: start or abort it.
 
@@ -99,7 +99,7 @@ class LoadTicket:
         if self._is_used:
             raise StateError("this ticket was started or aborted before; prepare a new load")
         if self._ticket.is_waiting:
-            raise StateError("blocks of this load are still being written; await ticket.ready() first")
+            raise StateError("blocks of this load are still on their way; await ticket.ready() first")
         handle = self._machine.launch_load(
             self._ticket, *self._shape(), gpu_blocks, after, self.token_count, take_along=take_along
         )
