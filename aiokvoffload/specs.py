@@ -384,8 +384,8 @@ class PrepareLoadOutput(Ticket):
     """Blocks pinned for one reader until it completes or aborts.
 
     While `is_waiting`, some of the blocks are still being written. They are pinned already, so none can leave
-    between its commit and the reader's waking up; what fails to be written is a miss, and the ticket shrinks. With tiers
-    below, it also waits while these are asked and read, and may grow.
+    between its commit and the reader's waking up; what fails to be written is a miss, and the ticket shrinks. With
+    tiers below, it also waits while these are asked and read, and may grow.
 
     Attributes:
         keys: Pinned blocks, in order; `slots` says where each lies. Empty on a miss.

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class LoadTicket:
     """A matched prefix, pinned until `start` or `abort`; leaving a `with` block aborts.
 
-    While `result` is PENDING, some blocks are still being written, or looked for in tiers and read from there: wait with
-    `ready()`, or ask again later. Sizes may change until then.
+    While `result` is PENDING, some blocks are still being written, or looked for in tiers and read from there: wait
+    with `ready()`, or ask again later. Sizes may change until then.
     """
 
     def __init__(
