@@ -201,7 +201,8 @@ class OffloadingManager(ABC):
             when_full: Without room for all: refuse all, take the leading ones, or stand in line. An offer that
                 never fits is refused at once.
             depths: Token position of each block's end.
-            filtered: Whether a filter may leave blocks out; False for blocks that must be kept (preemption).
+            filtered: Whether a filter, or the policy, may leave blocks out; False for blocks that must be kept
+                (preemption).
         """
 
     @abstractmethod

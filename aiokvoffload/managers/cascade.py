@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -12,6 +14,7 @@ from aiokvoffload.keys import OffloadKey, offload_group_index
 from aiokvoffload.managers.cpu import CPUOffloadingManager
 from aiokvoffload.managers.promotions import SlotBytes
 from aiokvoffload.managers.tier_plan import PlannedTier
+from aiokvoffload.managers.uses import UseCounter
 from aiokvoffload.policies.slots import slot_array
 from aiokvoffload.specs import Lease, PrepareStoreOutput
 from aiokvoffload.tiers.calls import TierCall
@@ -19,9 +22,9 @@ from aiokvoffload.tiers.calls import TierCall
 _BATCH_BLOCKS = 16
 _REMEMBERED_USES = 64_000
 _LOOKS_PER_COLD_END = 8
+"""How often the cold end is looked at while as many slots as it has are taken."""
 _MAX_SHARE_IN_WRITING = 0.25
 """A slot that is being written down cannot be evicted; more of them would starve stores."""
-"""How often the cold end is looked at while as many slots as it has are taken."""
 
 
 @dataclass(slots=True)
@@ -58,7 +61,7 @@ class Cascade:
         self._tier_key = tier_key
         self._now = now
         self._queue: deque[_Write] = deque()
-        self._uses: OrderedDict[OffloadKey, int] = OrderedDict()
+        self._uses = UseCounter(_REMEMBERED_USES)
         slot_count = backing.statistics().total
         self._is_filled = np.zeros(slot_count, dtype=np.bool_)
         self._is_written = np.zeros(slot_count, dtype=np.bool_)
@@ -67,18 +70,13 @@ class Cascade:
         self._slots_in_writing = 0
         self._max_slots_in_writing = max(1, int(_MAX_SHARE_IN_WRITING * slot_count))
 
-    def count_uses(self, keys: Sequence[OffloadKey], depths: Sequence[int], request_id: str | None) -> None:
-        """Count one request's use of blocks; those stored already may be worth writing now."""
-        if self._planned.plan.cascade != "reused":
+    def count_uses(self, keys: Sequence[OffloadKey], tick: int, depths: Sequence[int], request_id: str | None) -> None:
+        """Count the use of blocks by the request that has this tick; those stored already may be worth writing now."""
+        plan = self._planned.plan
+        if plan.cascade != "reused":
             return
-        worth: list[int] = []
-        for position, key in enumerate(keys):
-            self._uses[key] = count = self._uses.get(key, 0) + 1
-            self._uses.move_to_end(key)
-            if count == self._planned.plan.min_uses:
-                worth.append(position)
-        while len(self._uses) > _REMEMBERED_USES:
-            self._uses.popitem(last=False)
+        counted = self._uses.count(keys, tick)
+        worth = [position for position in counted if self._uses.of(keys[position]) == plan.min_uses]
         slots = self._backing.stored_slots([keys[position] for position in worth])
         stored = [position for position, slot in zip(worth, slots, strict=True) if slot is not None]
         self._offer([keys[position] for position in stored], [depths[position] for position in stored], request_id)
@@ -103,8 +101,15 @@ class Cascade:
         if plan.cascade == "write-through":
             self._offer(keys, depths, request_id)
         elif plan.cascade == "reused":
-            worth = [position for position, key in enumerate(keys) if self._uses.get(key, 0) >= plan.min_uses]
+            worth = [position for position, key in enumerate(keys) if self._uses.of(key) >= plan.min_uses]
             self._offer([keys[position] for position in worth], [depths[position] for position in worth], request_id)
+
+    def note_lost(self, count: int) -> None:
+        """Note blocks that left in the very step that stored them."""
+        if self._planned.plan.cascade == "ahead":
+            self._planned.tally.dirty_evictions += count
+        elif self._planned.plan.cascade == "write-through":
+            self._planned.tally.dropped_writes += count
 
     def note_written(self, slots: Sequence[int]) -> None:
         """Note blocks that the tier has."""
@@ -119,8 +124,11 @@ class Cascade:
         self._is_written[:] = False
 
     def pump(self) -> None:
-        """Start writes, as far as the budget goes."""
+        """Start writes, as far as the budget goes; a tier that its owner has closed gets none."""
         planned = self._planned
+        if planned.tier.is_closed:
+            self.clear()
+            return
         if planned.plan.cascade == "ahead" and self._taken_count * _LOOKS_PER_COLD_END >= self._cold_count:
             self._taken_count = 0
             self._offer_cold_end()
@@ -141,15 +149,11 @@ class Cascade:
     def _offer(self, keys: Sequence[OffloadKey], depths: Sequence[int], request_id: str | None) -> None:
         """Let blocks wait to be written, the leading ones if there is not room in the queue for all."""
         planned = self._planned
-        room = planned.plan.queue_bytes - planned.waiting_bytes
-        count = 0
-        byte_count = 0
-        while count < len(keys) and byte_count + self._byte_count(keys[count : count + 1]) <= room:
-            byte_count += self._byte_count(keys[count : count + 1])
-            count += 1
+        ends = list(accumulate(self._byte_count([key]) for key in keys))
+        count = bisect_right(ends, planned.plan.queue_bytes - planned.waiting_bytes)
         planned.tally.dropped_writes += len(keys) - count
         if count:
-            planned.waiting_bytes += byte_count
+            planned.waiting_bytes += ends[count - 1]
             self._queue.append(_Write(list(keys[:count]), list(depths[:count]), request_id))
 
     def _offer_cold_end(self) -> None:

@@ -124,6 +124,33 @@ class CPUOffloadingManager(OffloadingManager):
         """Return the slots of those of `keys` that are stored, None for the others."""
         return [slot if slot is not None and self._blocks.is_stored(slot) else None for slot in self._blocks.find(keys)]
 
+    def is_current(self, ctx: ReqContext | None) -> bool:
+        """Return whether a request is of the present epoch."""
+        return self._bind(ctx).epoch == self._epoch
+
+    def prepare_promotion_nowait(
+        self, keys: Keys, ctx: ReqContext | None, *, depths: Sequence[int]
+    ) -> PrepareStoreOutput:
+        """Reserve slots for blocks that come up from below, the leading ones if not all fit; completed like a store.
+
+        No access: nothing counts as used. They enter at the tick of the request's access, or at one of their own if it
+        has had none.
+        """
+        binding = self._bind(ctx)
+        ticket = PrepareStoreOutput(self, self._epoch, self._generation)
+        if binding.epoch != self._epoch:
+            return self._refuse_all(ticket, keys)
+        access = self._access(binding, ctx, depths)
+        if not binding.tick:
+            access = replace(access, tick=self._requests.next_tick())
+        self._offers.make(
+            Offer(ticket, list(keys), access, binding, ctx, is_filtered=False),
+            self._blocks.find(keys),
+            is_leading_enough=True,
+        )
+        self._end_step()
+        return ticket
+
     def coldest(self, count: int) -> list[tuple[OffloadKey, int]]:
         """Return up to `count` blocks that would leave first, in that order, each with its slot."""
         return self._blocks.coldest(count)
@@ -224,7 +251,7 @@ class CPUOffloadingManager(OffloadingManager):
         is_new = self._requests.open_access(binding)
         found = self._blocks.find(keys)
         self._placement.sessions.use(found, ctx)
-        offer = Offer(ticket, list(keys), self._access(binding, ctx, depths), binding, ctx)
+        offer = Offer(ticket, list(keys), self._access(binding, ctx, depths), binding, ctx, filtered)
         if is_new:
             self._blocks.touch(keys, found, offer.access)
         self._offers.make(offer, found, is_leading_enough=when_full == "leading", may_wait=when_full == "wait")
@@ -248,7 +275,7 @@ class CPUOffloadingManager(OffloadingManager):
         access = replace(self._access(binding, ctx, depths), tick=self._requests.next_tick())
         found = self._blocks.find(keys)
         self._tally.rescued += self._placement.rescue(found, access)
-        self._offers.make(Offer(ticket, list(keys), access, binding, ctx), found, is_leading_enough=True)
+        self._offers.make(Offer(ticket, list(keys), access, binding, ctx, filtered), found, is_leading_enough=True)
         self._end_step()
         return ticket
 

@@ -29,6 +29,7 @@ class Offer:
         access: Of the request, to all of `keys`.
         binding: The request.
         ctx: The same, as it was given.
+        is_filtered: Whether the policy may leave blocks out.
     """
 
     ticket: PrepareStoreOutput
@@ -36,6 +37,7 @@ class Offer:
     access: Access
     binding: RequestBinding
     ctx: ReqContext | None
+    is_filtered: bool
 
 
 class Offers:
@@ -125,7 +127,7 @@ class Offers:
         if self._placement.kept_count:
             self._placement.expire(self._clock.now(), len(offer.keys))
         missing, protected = self._note_present(offer, found)
-        admitted = self._policy.admit(missing, offer.access)
+        admitted = self._policy.admit(missing, offer.access) if offer.is_filtered else missing
         room = self._blocks.room_beside(protected)
         if len(admitted) > room and not is_leading_enough:
             return False

@@ -38,7 +38,8 @@ class Promotions:
         backing: Where the blocks go.
         slot_bytes: Where its slots are.
         tier_key: What a block is called in the tiers.
-        on_stored: Told of blocks that were read: the ticket, the blocks, and the tier that they came from.
+        on_taken: Told of the slots that blocks will be read into.
+        on_stored: Told of blocks that were read: the blocks, their slots, and the tier that they came from.
         clock: Where deadlines are read.
     """
 
@@ -47,12 +48,14 @@ class Promotions:
         backing: CPUOffloadingManager,
         slot_bytes: SlotBytes,
         tier_key: Callable[[OffloadKey], OffloadKey],
-        on_stored: Callable[[PrepareStoreOutput, Sequence[OffloadKey], PlannedTier], None],
+        on_taken: Callable[[PrepareStoreOutput], None],
+        on_stored: Callable[[Sequence[OffloadKey], Sequence[int], PlannedTier], None],
         clock: Clock,
     ) -> None:
         self._backing = backing
         self._slot_bytes = slot_bytes
         self._tier_key = tier_key
+        self._on_taken = on_taken
         self._on_stored = on_stored
         self._clock = clock
         self._line: deque[Callable[[], bool]] = deque()
@@ -98,18 +101,17 @@ class Promotions:
     def start(
         self, sources: Mapping[OffloadKey, PlannedTier], depth_of: Mapping[OffloadKey, int], ctx: ReqContext | None
     ) -> None:
-        """Read blocks, in order, as far as CPU memory has room; they enter at the access of the request."""
+        """Read blocks, in order, as far as CPU memory has room; no access, but they enter at that of the request."""
         by_tier: dict[PlannedTier, list[OffloadKey]] = {}
         for key, planned in sources.items():
             by_tier.setdefault(planned, []).append(key)
         for planned, keys in by_tier.items():
-            ticket = self._backing.prepare_store_nowait(
-                keys, ctx, when_full="leading", depths=[depth_of[key] for key in keys], filtered=False
-            )
+            if planned.tier.is_closed:
+                continue
+            ticket = self._backing.prepare_promotion_nowait(keys, ctx, depths=[depth_of[key] for key in keys])
             if ticket.slots:
+                self._on_taken(ticket)
                 self._read(planned, ticket)
-            else:
-                self._backing.complete_store_nowait(ticket)
 
     def _read(self, planned: PlannedTier, ticket: PrepareStoreOutput) -> None:
         keys = list(ticket.keys_to_store)
@@ -146,9 +148,11 @@ class Promotions:
             seconds_per_byte = (now - started) / sum(map(self._byte_count, read))
             rate = planned.seconds_per_byte
             planned.seconds_per_byte = rate + _RATE_WEIGHT * (seconds_per_byte - rate) if rate else seconds_per_byte
+            planned.measured_at = now
+        slot_of = dict(zip(keys, ticket.slots, strict=True))
         completion = self._backing.complete_store_nowait(ticket, bool(read), failed_keys=failed)
         if read and completion is Completion.APPLIED:
-            self._on_stored(ticket, read, planned)
+            self._on_stored(read, [slot_of[key] for key in read], planned)
 
     def _give_back(self, planned: PlannedTier, byte_count: int, lease: Lease) -> None:
         planned.reading_bytes -= byte_count

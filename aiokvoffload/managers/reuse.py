@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 
 from aiokvoffload.errors import ConfigurationError, InvalidRequestError
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.managers.base import Keys, ManagerStatistics, OffloadingManager, WhenFull
 from aiokvoffload.managers.requests import RequestTable
 from aiokvoffload.managers.tier_plan import TierUseStatistics
+from aiokvoffload.managers.uses import UseCounter
 from aiokvoffload.managers.waits import Take
 from aiokvoffload.specs import (
     Completion,
@@ -22,12 +21,6 @@ from aiokvoffload.specs import (
 )
 
 MAX_TRACKER_SIZE = 64_000
-
-
-@dataclass(slots=True)
-class _Uses:
-    count: int
-    tick: int
 
 
 class FilterReusedOffloadingManager(OffloadingManager):
@@ -58,8 +51,7 @@ class FilterReusedOffloadingManager(OffloadingManager):
             raise ConfigurationError(f"max_tracker_size is {max_tracker_size}; it must be at least 1")
         self._backing = backing
         self._store_threshold = store_threshold
-        self._max_tracker_size = max_tracker_size
-        self._uses: OrderedDict[OffloadKey, _Uses] = OrderedDict()
+        self._uses = UseCounter(max_tracker_size)
         self._requests = RequestTable()
 
     @property
@@ -103,7 +95,7 @@ class FilterReusedOffloadingManager(OffloadingManager):
         self._backing.touch(keys, ctx, depths=depths)
         binding = self._requests.bind(ctx, self.epoch)
         self._requests.open_access(binding)
-        self._count(keys, binding.tick)
+        self._uses.count(keys, binding.tick)
 
     def prepare_store_nowait(
         self,
@@ -227,25 +219,9 @@ class FilterReusedOffloadingManager(OffloadingManager):
         return [keys[index] for index in passed], None if depths is None else [depths[index] for index in passed]
 
     def _is_worth_storing(self, key: OffloadKey) -> bool:
-        uses = self._uses.get(key)
-        if uses is not None and uses.count >= self._store_threshold:
+        if self._uses.of(key) >= self._store_threshold:
             return True
         return self._backing.lookup_nowait([key])[0] is not LookupResult.MISS
-
-    def _count(self, keys: Keys, tick: int) -> None:
-        for key in keys:
-            uses = self._uses.get(key)
-            if uses is None:
-                if len(self._uses) >= self._max_tracker_size:
-                    oldest = next(iter(self._uses))
-                    if self._uses[oldest].tick >= tick:
-                        continue
-                    del self._uses[oldest]
-                self._uses[key] = _Uses(1, tick)
-            elif uses.tick < tick:
-                uses.count += 1
-                uses.tick = tick
-                self._uses.move_to_end(key)
 
 
 def with_reuse_filter(

@@ -94,23 +94,36 @@ class TierLoad:
         self._settle()
 
     def _promote(self) -> None:
-        if not self._is_over:
+        """Read what is needed when its turn has come; a load that needs nothing waits for nobody's turn."""
+        if self._is_over:
+            return
+        if self._sources()[0]:
             self._promotions.enqueue(self._start_promotion)
+        else:
+            self._hold_what_is_there()
 
     def _start_promotion(self) -> bool:
         """Read what is in tiers and needed; False while the budgets do not allow it."""
         if self._is_over:
             return True
-        needed, depth_of = self._needed()
-        sources = {key: self._search.sources[key] for key in needed if not self._backing.is_known(key)}
+        sources, depth_of = self._sources()
         if not self._promotions.has_room(sources):
             return False
-        if sources:
-            self._promotions.start(sources, depth_of, self._arguments.ctx)
+        self._promotions.start(sources, depth_of, self._arguments.ctx)
+        self._hold_what_is_there()
+        return True
+
+    def _hold_what_is_there(self) -> None:
+        """Pin what CPU memory has by now, or will have, and wait for no more than that."""
         before, self.held = self.held, self._arguments.pin(self._backing)
         self._backing.complete_load_nowait(before)
         self.wait_for_held()
-        return True
+
+    def _sources(self) -> tuple[dict[OffloadKey, PlannedTier], dict[OffloadKey, int]]:
+        """Return which tier has each block that is needed and missing, and the token position of each one's end."""
+        needed, depth_of = self._needed()
+        missing = [key for key in needed if not self._backing.is_known(key)]
+        return {key: self._search.sources[key] for key in missing}, depth_of
 
     def _needed(self) -> tuple[list[OffloadKey], dict[OffloadKey, int]]:
         """Return which blocks the load can use, by what is known now, and the token position of each one's end."""

@@ -30,31 +30,31 @@ class TierLookups:
         questions: dict[_Question, None] = {}
         new: list[OffloadKey] = []
         for key in keys:
-            question = self._open.get((planned.tier, key))
+            # By its name in the tier: an answer from before a weight update says nothing about what came after it.
+            question = self._open.get((planned.tier, self._tier_key(key)))
             if question is None:
                 new.append(key)
             else:
                 questions[question] = None
         if new:
-            question = _Question(planned.tier, new)
-            self._open.update(((planned.tier, key), question) for key in new)
+            tier_keys = [self._tier_key(key) for key in new]
+            question = _Question(new)
+            self._open.update(((planned.tier, tier_key), question) for tier_key in tier_keys)
             questions[question] = None
-            deadline = self._now() + planned.plan.lookup_seconds
-            call = planned.tier.start_contains([self._tier_key(key) for key in new], deadline=deadline)
-            call.on_answered(lambda: self._end(question, call))
+            call = planned.tier.start_contains(tier_keys, deadline=self._now() + planned.plan.lookup_seconds)
+            call.on_answered(lambda: self._end(planned.tier, question, call))
         return list(questions)
 
-    def _end(self, question: _Question, call: TierCall) -> None:
-        for key in question.keys:
-            del self._open[question.tier, key]
+    def _end(self, tier: Tier, question: _Question, call: TierCall) -> None:
+        for tier_key in call.keys:
+            del self._open[tier, tier_key]
         question.end({key for key, result in zip(question.keys, call.results, strict=True) if result.is_good})
 
 
 class _Question:
     """One call to one tier."""
 
-    def __init__(self, tier: Tier, keys: Keys) -> None:
-        self.tier = tier
+    def __init__(self, keys: Keys) -> None:
         self.keys = keys
         self.found: set[OffloadKey] = set()
         self.is_answered = False
@@ -108,6 +108,10 @@ class TierSearch:
                 self.is_over = True
                 self._on_found()
                 return
+            if self._tiers[0].tier.is_closed:
+                self._questions = []
+                self._tiers.pop(0)
+                continue
             self._questions = self._lookups.ask(self._tiers[0], missing)
             for question in self._questions:
                 if not question.is_answered:

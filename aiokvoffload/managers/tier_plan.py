@@ -29,7 +29,8 @@ class TierPlan:
         lookup_seconds: How long a lookup may take; then what is unanswered is a miss.
         read_seconds: How long reading may take.
         write_seconds: How long writing may take.
-        retry_seconds: How long a block that could not be read is not asked for again.
+        retry_seconds: How long a block that could not be read is not asked for again; also, how long a tier that was
+            slower than computing again is not tried again.
 
     Raises:
         ConfigurationError: A value cannot work.
@@ -116,6 +117,7 @@ class PlannedTier:
         writing_bytes: Being written.
         waiting_bytes: Waiting to be written.
         seconds_per_byte: How long reading takes, as measured; 0 before.
+        measured_at: When that was, or was last tried.
     """
 
     def __init__(self, tier: Tier, plan: TierPlan, number: int) -> None:
@@ -127,6 +129,7 @@ class PlannedTier:
         self.writing_bytes = 0
         self.waiting_bytes = 0
         self.seconds_per_byte = 0.0
+        self.measured_at = 0.0
 
     def statistics(self) -> TierUseStatistics:
         """Return the counts of this moment."""

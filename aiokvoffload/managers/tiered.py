@@ -15,6 +15,7 @@ from aiokvoffload.managers.base import Keys, ManagerStatistics, OffloadingManage
 from aiokvoffload.managers.cascade import Cascade
 from aiokvoffload.managers.cpu import CPUOffloadingManager
 from aiokvoffload.managers.promotions import Promotions, SlotBytes
+from aiokvoffload.managers.requests import RequestTable
 from aiokvoffload.managers.tier_loads import LoadArguments, TierLoad, adopt
 from aiokvoffload.managers.tier_lookups import TierLookups
 from aiokvoffload.managers.tier_plan import PlannedTier, TierPlan, TierUseStatistics
@@ -78,12 +79,15 @@ class TieredOffloadingManager(OffloadingManager):
         self._recompute_tokens_per_second = recompute_tokens_per_second
         self._namespace = b""
         self._lookups = TierLookups(self.clock.now, self._tier_key)
-        self._promotions = Promotions(backing, slot_bytes, self._tier_key, self._note_promoted, self.clock)
+        self._promotions = Promotions(
+            backing, slot_bytes, self._tier_key, self._note_taken, self._note_promoted, self.clock
+        )
         self._cascades = [
             Cascade(planned, backing, slot_bytes, self._tier_key, self.clock.now) for planned in self._planned
         ]
         self._offered: dict[PrepareStoreOutput, _Offered] = {}
         self._loads: dict[PrepareLoadOutput, TierLoad] = {}
+        self._requests = RequestTable()
         self._hits = self._repeated = 0
         self._loop: object = None
         self._silence: list[Callable[[], None]] = []
@@ -150,13 +154,13 @@ class TieredOffloadingManager(OffloadingManager):
         self._backing.touch(keys, ctx, depths=depths)
         if not keys:
             return
+        self._count_uses(keys, ctx, depths)
         request_id = _request_id(ctx)
         tier_keys = list(map(self._tier_key, keys))
-        for planned, cascade in zip(self._planned, self._cascades, strict=True):
-            cascade.count_uses(keys, depths or [0] * len(keys), request_id)
-            deadline = self.clock.now() + planned.plan.write_seconds  # nobody waits for it
-            planned.tier.start_touch(tier_keys, deadline=deadline, request_id=request_id, depths=depths)
-            cascade.pump()
+        for planned in self._planned:
+            if not planned.tier.is_closed:
+                deadline = self.clock.now() + planned.plan.write_seconds  # nobody waits for it
+                planned.tier.start_touch(tier_keys, deadline=deadline, request_id=request_id, depths=depths)
 
     # Loading
 
@@ -179,11 +183,7 @@ class TieredOffloadingManager(OffloadingManager):
         load = TierLoad(ticket, arguments, held, self._backing, self._promotions, self._end_load)
         self._loads[ticket] = load
         ticket.is_waiting = True
-        missing = [
-            key
-            for key in dict.fromkeys(arguments.keys)
-            if not self._backing.is_known(key) and self._promotions.may_ask(key)
-        ]
+        missing = self._missing(keys, group_sizes, resident_tokens)
         tiers = self._tiers_for(ctx, missing)
         if missing and tiers:
             load.look_for(missing, self._lookups, tiers)
@@ -228,6 +228,8 @@ class TieredOffloadingManager(OffloadingManager):
         filtered: bool = True,
     ) -> PrepareStoreOutput:
         """Reserve in CPU memory."""
+        if not self._requests.bind(ctx, self.epoch).tick:
+            self._count_uses(keys, ctx, depths)
         ticket = self._backing.prepare_store_nowait(keys, ctx, when_full=when_full, depths=depths, filtered=filtered)
         return self._note_offer(ticket, keys, ctx, depths)
 
@@ -251,10 +253,10 @@ class TieredOffloadingManager(OffloadingManager):
         completion = self._backing.complete_store_nowait(ticket, success, failed_keys=failed_keys)
         if completion is Completion.APPLIED and success and offered is not None:
             failed = set(failed_keys)
-            stored = [
+            written = [
                 (key, slot) for key, slot in zip(ticket.keys_to_store, ticket.slots, strict=True) if key not in failed
             ]
-            self._write_down(stored, offered, self._cascades)
+            self._write_down([key for key, _ in written], [slot for _, slot in written], offered, self._cascades)
         return completion
 
     def hint(
@@ -306,7 +308,8 @@ class TieredOffloadingManager(OffloadingManager):
             statistics,
             writing=statistics.writing - promoting,
             promoting=promoting,
-            waiting_loads=sum(ticket.is_waiting for ticket in self._loads),
+            waiting_loads=statistics.waiting_loads
+            + sum(ticket.is_waiting and not load.held.is_waiting for ticket, load in self._loads.items()),
             hit_blocks=self._hits,
             rejected_completions=statistics.rejected_completions + self._repeated,
         )
@@ -337,13 +340,35 @@ class TieredOffloadingManager(OffloadingManager):
         digest = hashlib.blake2b(key, digest_size=32, key=self._namespace).digest()
         return OffloadKey(digest + key[-GROUP_INDEX_BYTES:])
 
+    def _missing(self, keys: Keys, group_sizes: Sequence[int] | None, resident_tokens: int) -> list[OffloadKey]:
+        """Return the blocks that neither GPU nor CPU memory has, but for those that could not be read lately."""
+        parts = self._backing.prefix.split(keys, group_sizes)
+        wanted = (
+            key
+            for part, tokens in zip(parts, self._backing.block_tokens, strict=True)
+            for key in part[resident_tokens // tokens :]
+        )
+        return [
+            key for key in dict.fromkeys(wanted) if not self._backing.is_known(key) and self._promotions.may_ask(key)
+        ]
+
+    def _count_uses(self, keys: Keys, ctx: ReqContext | None, depths: Sequence[int] | None) -> None:
+        """Count a request's use of blocks, for tiers that are written only what comes back."""
+        binding = self._requests.bind(ctx, self.epoch)
+        self._requests.open_access(binding)
+        for cascade in self._cascades:
+            cascade.count_uses(keys, binding.tick, depths or [0] * len(keys), _request_id(ctx))
+            cascade.pump()
+
     def _tiers_for(self, ctx: ReqContext | None, keys: Keys) -> list[PlannedTier]:
         """Return the tiers that a request may ask, and that are not slower than computing again."""
-        if ctx is not None and not ctx.tier_filter & TierFilter.BELOW:
+        if not self._backing.is_current(ctx) or (ctx is not None and not ctx.tier_filter & TierFilter.BELOW):
             return []
         chosen = []
         for planned in self._planned:
-            if self._is_too_slow(planned):
+            if planned.tier.is_closed:
+                continue
+            if keys and self._is_too_slow(planned):
                 planned.tally.too_slow += len(keys)
             else:
                 chosen.append(planned)
@@ -357,7 +382,12 @@ class TieredOffloadingManager(OffloadingManager):
         seconds_per_token = min(
             self._slot_bytes.group_bytes(group) * planned.seconds_per_byte / count for group, count in enumerate(tokens)
         )
-        return seconds_per_token > 1 / speed
+        if seconds_per_token <= 1 / speed:
+            return False
+        if self.clock.now() < planned.measured_at + planned.plan.retry_seconds:
+            return True
+        planned.measured_at = self.clock.now()  # one load finds out whether it still is
+        return False
 
     def _note_offer(
         self, ticket: PrepareStoreOutput, keys: Keys, ctx: ReqContext | None, depths: Sequence[int] | None
@@ -377,23 +407,26 @@ class TieredOffloadingManager(OffloadingManager):
         for cascade in self._cascades:
             cascade.note_taken(ticket)
 
-    def _note_promoted(self, ticket: PrepareStoreOutput, keys: Sequence[OffloadKey], source: PlannedTier) -> None:
+    def _note_promoted(self, keys: Sequence[OffloadKey], slots: Sequence[int], source: PlannedTier) -> None:
         """Write what was read from a tier to those above it."""
-        slot_of = dict(zip(ticket.keys_to_store, ticket.slots, strict=True))
-        slots = [slot_of[key] for key in keys]
-        self._note_taken(ticket)
-        self._cascades[source.number].note_written(slots)
-        offered = _Offered(None, dict.fromkeys(keys, 0))
-        self._write_down(list(zip(keys, slots, strict=True)), offered, self._cascades[: source.number])
+        self._cascades[source.number].note_written(self._still_stored(keys, slots))
+        self._write_down(keys, slots, _Offered(None, dict.fromkeys(keys, 0)), self._cascades[: source.number])
 
     def _write_down(
-        self, stored: Sequence[tuple[OffloadKey, int]], offered: _Offered, cascades: Sequence[Cascade]
+        self, keys: Sequence[OffloadKey], slots: Sequence[int], offered: _Offered, cascades: Sequence[Cascade]
     ) -> None:
-        keys = [key for key, _ in stored]
-        depths = [offered.depth_of[key] for key in keys]
+        """Let cascades know of blocks that were committed."""
+        stored = set(self._still_stored(keys, slots))
+        blocks = [(key, slot) for key, slot in zip(keys, slots, strict=True) if slot in stored]
+        depths = [offered.depth_of[key] for key, _ in blocks]
         for cascade in cascades:
-            cascade.note_stored(keys, [slot for _, slot in stored], depths, offered.request_id)
+            cascade.note_lost(len(keys) - len(blocks))
+            cascade.note_stored([key for key, _ in blocks], [slot for _, slot in blocks], depths, offered.request_id)
             cascade.pump()
+
+    def _still_stored(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> list[int]:
+        """Return the slots that have their blocks; an offer in line may have taken some in the step of the commit."""
+        return [slot for slot, found in zip(slots, self._backing.stored_slots(keys), strict=True) if slot == found]
 
     def _end_load(self, load: TierLoad) -> None:
         ticket = load.ticket

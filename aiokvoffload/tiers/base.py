@@ -93,6 +93,11 @@ class Tier(ABC):
         self._loop: object = None
         self._silence: Callable[[], None] | None = None
 
+    @property
+    def is_closed(self) -> bool:
+        """It takes no more calls."""
+        return self._owner.is_closed
+
     # For those who write tiers
 
     @classmethod

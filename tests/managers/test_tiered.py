@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import anyio
@@ -10,8 +10,11 @@ from tiered_rig import Rig, make_rig
 
 from aiokvoffload.errors import ClosedError, ConfigurationError
 from aiokvoffload.events import EventKind
+from aiokvoffload.keys import OffloadKey
 from aiokvoffload.managers.tier_plan import TierPlan
 from aiokvoffload.managers.tiered import TieredOffloadingManager
+from aiokvoffload.policies.base import Access
+from aiokvoffload.policies.lru import LRUPolicy
 from aiokvoffload.specs import Completion, LookupResult, PrepareLoadOutput, ReqContext, TierFilter
 from aiokvoffload.testing.strategies import make_keys
 from aiokvoffload.tiers.outcomes import Reason, miss, refusal
@@ -314,6 +317,7 @@ def test_a_failed_store_is_not_written() -> None:
     rig.land_all()
     assert rig.tier_has(1, 2, 3, 4) == [True, False, True, False]
     assert rig.manager.statistics().failed_blocks == 2
+    assert rig.manager.tier_statistics()[0].dropped_writes == 0  # they were never to be written
     rig.assert_at_rest()
 
 
@@ -648,3 +652,154 @@ def test_nothing_is_remembered_of_misses_and_refusals_that_nobody_completes() ->
     assert not rig.manager._offered
     assert rig.manager.complete_load_nowait(ticket) is Completion.APPLIED
     assert rig.manager.complete_load_nowait(ticket) is Completion.REPEATED
+
+
+# What is asked, of whom, and what counts
+
+
+def test_an_answer_from_before_a_weight_update_says_nothing_after_it() -> None:
+    rig = make_rig(8)
+    rig.store(1)
+    rig.land_all()
+    rig.manager.reset_nowait()
+    before = rig.load(1)
+    rig.manager.bump_epoch_nowait()
+    after = rig.load(1)
+    assert rig.tier.waiting_count == 2
+    assert rig.finish(after) == 0
+    assert rig.manager.tier_statistics()[0].failed_promotions == 0
+    rig.manager.complete_load_nowait(before)
+    rig.assert_at_rest()
+
+
+def test_a_tier_that_its_owner_has_closed_is_a_miss_and_takes_nothing() -> None:
+    rig = make_rig(8)
+    rig.put_into_tier(1)
+    rig.tier.close()
+    assert rig.load(1).result is LookupResult.MISS
+    rig.manager.touch(make_keys(1, 2), rig.context())
+    rig.store(2)
+    rig.manager.poll_nowait()
+    rig.assert_at_rest()
+
+
+def test_a_tier_that_is_closed_between_lookup_and_read_is_a_miss() -> None:
+    rig = make_rig(8, TierPlan(cascade="reused", min_uses=1_000, read_bytes=20))
+    rig.put_into_tier(1, 2)
+    loads = [rig.load(1), rig.load(2)]
+    rig.tier.land(2)
+    assert [load.is_waiting for load in loads] == [True, True]
+    rig.tier.begin_work()
+    rig.tier.close(drain_seconds=0.0)
+    rig.tier.land()
+    rig.manager.poll_nowait()
+    assert [load.result for load in loads] == [LookupResult.MISS] * 2
+    rig.assert_at_rest()
+
+
+def test_tiers_asked_after_a_closed_one_are_asked_all_the_same() -> None:
+    rig = make_rig(8, NEVER, NEVER)
+    rig.put_into_tier(1, tier=1)
+    ticket = rig.load(1)
+    rig.tiers[0].close(drain_seconds=0.0)
+    assert rig.finish(ticket) == 1
+    assert rig.finish(rig.load(1)) == 1
+
+
+def test_a_tier_that_was_too_slow_is_tried_again_after_a_while_by_one_load() -> None:
+    rig = make_rig(8, TierPlan(cascade="reused", min_uses=1_000, retry_seconds=30.0), speed=10.0)
+    rig.put_into_tier(*range(1, 6))
+    ticket = rig.load(1)
+    rig.tier.land()
+    rig.tier.begin_work()
+    rig.clock.advance(1.0)
+    assert rig.finish(ticket) == 1
+    assert rig.finish(rig.load(2)) == 0
+    rig.clock.advance(30.0)
+    trial = rig.load(3)
+    assert trial.is_waiting
+    assert rig.finish(rig.load(4)) == 0
+    for _ in range(20):  # it has become fast
+        rig.finish(trial)
+        rig.manager.reset_nowait()
+        rig.clock.advance(30.0)
+        trial = rig.load(3)
+    assert rig.finish(trial) == 1
+    assert rig.finish(rig.load(5)) == 1
+
+
+def test_a_read_is_no_access() -> None:
+    class Witness(LRUPolicy):
+        def touch(self, slots: Sequence[int], access: Access) -> None:
+            seen.append(access.tick)
+            super().touch(slots, access)
+
+        def miss(self, keys: Sequence[OffloadKey], access: Access) -> None:
+            seen.append(access.tick)
+
+    seen: list[int] = []
+    rig = make_rig(8, NEVER, policy=Witness)
+    rig.put_into_tier(1, 2)
+    ctx = rig.context()
+    assert rig.finish(rig.load(1, 2, ctx=ctx)) == 2
+    assert seen == []
+    rig.manager.touch(make_keys(1, 2), ctx)
+    assert len(seen) == 1
+
+
+def test_a_policy_that_stores_nothing_new_keeps_no_read_from_its_load() -> None:
+    class Closed(LRUPolicy):
+        def admit(self, keys: Sequence[OffloadKey], access: Access) -> Sequence[OffloadKey]:
+            return ()
+
+    rig = make_rig(8, NEVER, policy=Closed)
+    rig.put_into_tier(1)
+    assert rig.finish(rig.load(1)) == 1
+
+
+def test_a_load_that_needs_nothing_from_tiers_stands_in_no_line() -> None:
+    rig = make_rig(8, TierPlan(cascade="reused", min_uses=1_000, read_bytes=20))
+    rig.put_into_tier(1, 2, 3)
+    loads = [rig.load(1, 2), rig.load(3), rig.load(99)]
+    rig.tier.land(4)
+    assert [load.is_waiting for load in loads] == [True, True, False]
+    assert rig.manager.statistics().waiting_loads == 2
+    assert [rig.finish(load) for load in loads] == [2, 1, 0]
+
+
+def test_tiers_are_not_asked_for_what_the_gpu_has_nor_for_requests_of_an_older_epoch() -> None:
+    rig = make_rig(8, NEVER)
+    rig.manager.prepare_load_nowait(make_keys(1, 2, 3), take="leading", resident_tokens=2)
+    assert rig.tier.waiting_count == 1
+    rig.land_all()
+    old = rig.context()
+    rig.manager.lookup_nowait(make_keys(1), old)
+    rig.manager.bump_epoch_nowait()
+    assert rig.load(1, ctx=old).result is LookupResult.MISS
+    assert rig.tier.waiting_count == 0
+
+
+def test_a_request_uses_a_block_once_however_often_it_calls_also_if_it_only_stores() -> None:
+    rig = make_rig(8, TierPlan(cascade="reused", min_uses=2))
+    ctx = rig.context()
+    rig.manager.touch(make_keys(1), ctx)
+    rig.manager.touch(make_keys(1), ctx)
+    rig.store(1, 2, ctx=ctx)
+    rig.land_all()
+    assert rig.tier_has(1, 2) == [False, False]
+    rig.store(1)
+    rig.land_all()
+    assert rig.tier_has(1, 2) == [True, False]
+
+
+def test_a_block_that_an_offer_in_line_pushes_out_at_its_commit_is_not_taken_for_the_new_one() -> None:
+    rig = make_rig(1, TierPlan(cascade="ahead", clean_share=1.0))
+    first = rig.manager.prepare_store_nowait(make_keys(1))
+    second = rig.manager.prepare_store_nowait(make_keys(2), when_full="wait")
+    rig.manager.complete_store_nowait(first)
+    assert second.slots
+    rig.manager.complete_store_nowait(second, success=False)
+    rig.store(3)
+    assert rig.manager.tier_statistics()[0].dirty_evictions == 1
+    rig.land_all()
+    assert rig.tier_has(1, 2, 3) == [False, False, True]

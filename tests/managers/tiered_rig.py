@@ -12,6 +12,7 @@ from aiokvoffload.keys import CacheIdentity, OffloadKey
 from aiokvoffload.managers.cpu import CPUOffloadingManager
 from aiokvoffload.managers.tier_plan import TierPlan
 from aiokvoffload.managers.tiered import TieredOffloadingManager
+from aiokvoffload.policies.base import CachePolicy
 from aiokvoffload.specs import Completion, PrepareLoadOutput, ReqContext
 from aiokvoffload.testing.clock import ManualClock
 from aiokvoffload.testing.manual_tier import ManualTier
@@ -122,7 +123,7 @@ def make_rig(
     slot_count: int = 8,
     *plans: TierPlan,
     speed: float | None = None,
-    policy: str = "lru",
+    policy: str | type[CachePolicy] = "lru",
     tier_blocks: Sequence[int] = (1000, 1000, 1000),
 ) -> Rig:
     clock = ManualClock(start=100.0)
