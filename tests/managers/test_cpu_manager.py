@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from aiokvoffload.errors import ConfigurationError, InvalidRequestError
+from aiokvoffload.keys import OffloadKey
 from aiokvoffload.managers.cpu import CPUOffloadingManager
+from aiokvoffload.policies.base import Access
+from aiokvoffload.policies.lru import LRUPolicy
 from aiokvoffload.specs import LookupResult, ReqContext, Ticket
 from aiokvoffload.testing.clock import ManualClock
 from aiokvoffload.testing.manager_contract import assert_at_rest
@@ -137,3 +141,14 @@ def test_an_unknown_way_to_take_or_to_wait_is_refused_before_anything_is_pinned(
     with pytest.raises(InvalidRequestError, match="when_full is 'queue', it must be one of refuse, leading, wait"):
         manager.prepare_store_nowait([key], when_full="queue")  # type: ignore[arg-type]  # on purpose
     assert manager.statistics().pinned == 0
+
+
+def test_blocks_that_must_be_kept_pass_by_the_policy() -> None:
+    class Closed(LRUPolicy):
+        def admit(self, keys: Sequence[OffloadKey], access: Access) -> Sequence[OffloadKey]:
+            return ()
+
+    manager = CPUOffloadingManager(4, policy=Closed)
+    assert not manager.prepare_store_nowait(make_keys(1)).slots
+    assert len(manager.prepare_store_nowait(make_keys(2), filtered=False).slots) == 1
+    assert len(manager.prepare_demotion_nowait(make_keys(3), filtered=False).slots) == 1
