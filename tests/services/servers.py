@@ -170,15 +170,14 @@ def mooncake_client(port: int) -> Iterator[Any]:
 
 
 _SEGMENT = """
-import pathlib, sys, time
+import pathlib, signal, sys
 from mooncake.store import MooncakeDistributedStore
 store = MooncakeDistributedStore()
 code = store.setup("127.0.0.1", "P2PHANDSHAKE", 64 << 20, 16 << 20, "tcp", "", sys.argv[1])
 if code:
     sys.exit(f"setup failed: {code}")
 pathlib.Path(sys.argv[2]).touch()
-while True:
-    time.sleep(3600)
+signal.pause()
 """
 
 
