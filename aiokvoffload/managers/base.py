@@ -291,8 +291,10 @@ class OffloadingManager(ABC):
     def close_nowait(self) -> None:
         """Refuse all further calls except completions; waiting tickets miss or are refused. Idempotent."""
 
-    async def lookup(self, keys: Keys, ctx: ReqContext | None = None) -> list[LookupResult]:
-        """See `lookup_nowait`."""
+    async def lookup(
+        self, keys: Keys, ctx: ReqContext | None = None, *, timeout_seconds: float | None = None
+    ) -> list[LookupResult]:
+        """Like `lookup_nowait`, and ask the tiers below, at most `timeout_seconds`; what only they have is PENDING."""
         await checkpoint_if_cancelled()
         return self.lookup_nowait(keys, ctx)
 
@@ -303,8 +305,9 @@ class OffloadingManager(ABC):
         *,
         group_sizes: Sequence[int] | None = None,
         resident_tokens: int = 0,
+        timeout_seconds: float | None = None,
     ) -> int:
-        """See `lookup_prefix_nowait`."""
+        """Like `lookup_prefix_nowait`, and ask the tiers below, at most `timeout_seconds`; what they have counts."""
         await checkpoint_if_cancelled()
         return self.lookup_prefix_nowait(keys, ctx, group_sizes=group_sizes, resident_tokens=resident_tokens)
 

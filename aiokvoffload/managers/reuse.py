@@ -157,6 +157,26 @@ class FilterReusedOffloadingManager(OffloadingManager):
         """Ask the backing manager."""
         return self._backing.lookup_prefix_nowait(keys, ctx, group_sizes=group_sizes, resident_tokens=resident_tokens)
 
+    async def lookup(
+        self, keys: Keys, ctx: ReqContext | None = None, *, timeout_seconds: float | None = None
+    ) -> list[LookupResult]:
+        """Ask the backing manager."""
+        return await self._backing.lookup(keys, ctx, timeout_seconds=timeout_seconds)
+
+    async def lookup_prefix(
+        self,
+        keys: Keys,
+        ctx: ReqContext | None = None,
+        *,
+        group_sizes: Sequence[int] | None = None,
+        resident_tokens: int = 0,
+        timeout_seconds: float | None = None,
+    ) -> int:
+        """Ask the backing manager."""
+        return await self._backing.lookup_prefix(
+            keys, ctx, group_sizes=group_sizes, resident_tokens=resident_tokens, timeout_seconds=timeout_seconds
+        )
+
     def prepare_load_nowait(
         self,
         keys: Keys,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from anyio.lowlevel import checkpoint_if_cancelled
+
+from aiokvoffload.clock import deadline_after
 from aiokvoffload.errors import ConfigurationError
 from aiokvoffload.event_loops import caller_from_threads, running_loop
 from aiokvoffload.keys import GROUP_INDEX_BYTES, OffloadKey
@@ -17,7 +20,7 @@ from aiokvoffload.managers.cpu import CPUOffloadingManager
 from aiokvoffload.managers.promotions import Promotions, SlotBytes
 from aiokvoffload.managers.requests import RequestTable
 from aiokvoffload.managers.tier_loads import LoadArguments, TierLoad, adopt
-from aiokvoffload.managers.tier_lookups import TierLookups
+from aiokvoffload.managers.tier_lookups import TierLookups, TierSearch
 from aiokvoffload.managers.tier_plan import PlannedTier, TierPlan, TierUseStatistics
 from aiokvoffload.managers.waits import Take
 from aiokvoffload.specs import (
@@ -149,6 +152,39 @@ class TieredOffloadingManager(OffloadingManager):
         """Say what CPU memory has."""
         return self._backing.lookup_prefix_nowait(keys, ctx, group_sizes=group_sizes, resident_tokens=resident_tokens)
 
+    async def lookup(
+        self, keys: Keys, ctx: ReqContext | None = None, *, timeout_seconds: float | None = None
+    ) -> list[LookupResult]:
+        """Say what CPU memory has, and ask for what tiers have; that is PENDING, since a load waits for it."""
+        await checkpoint_if_cancelled()
+        found = await self._find_in_tiers(self._askable(keys), ctx, timeout_seconds)
+        return [
+            LookupResult.PENDING if result is LookupResult.MISS and key in found else result
+            for key, result in zip(keys, self.lookup_nowait(keys, ctx), strict=True)
+        ]
+
+    async def lookup_prefix(
+        self,
+        keys: Keys,
+        ctx: ReqContext | None = None,
+        *,
+        group_sizes: Sequence[int] | None = None,
+        resident_tokens: int = 0,
+        timeout_seconds: float | None = None,
+    ) -> int:
+        """Say what CPU memory and, after asking them, tiers have."""
+        await checkpoint_if_cancelled()
+        self.lookup_prefix_nowait(keys, ctx, group_sizes=group_sizes, resident_tokens=resident_tokens)
+        missing = self._missing(keys, group_sizes, resident_tokens)
+        found = await self._find_in_tiers(missing, ctx, timeout_seconds)
+        if not found:
+            return self.lookup_prefix_nowait(keys, ctx, group_sizes=group_sizes, resident_tokens=resident_tokens)
+        return self._backing.prefix.boundary(
+            self._backing.prefix.split(keys, group_sizes),
+            lambda key: key in found or self._backing.is_known(key),
+            resident_tokens,
+        )
+
     def touch(self, keys: Keys, ctx: ReqContext | None = None, *, depths: Sequence[int] | None = None) -> None:
         """Count the request's access in CPU memory and in the tiers."""
         self._backing.touch(keys, ctx, depths=depths)
@@ -184,7 +220,7 @@ class TieredOffloadingManager(OffloadingManager):
         self._loads[ticket] = load
         ticket.is_waiting = True
         missing = self._missing(keys, group_sizes, resident_tokens)
-        tiers = self._tiers_for(ctx, missing)
+        tiers = self._tiers_for(ctx, len(missing))
         if missing and tiers:
             load.look_for(missing, self._lookups, tiers)
         else:
@@ -348,9 +384,25 @@ class TieredOffloadingManager(OffloadingManager):
             for part, tokens in zip(parts, self._backing.block_tokens, strict=True)
             for key in part[resident_tokens // tokens :]
         )
-        return [
-            key for key in dict.fromkeys(wanted) if not self._backing.is_known(key) and self._promotions.may_ask(key)
-        ]
+        return self._askable(wanted)
+
+    def _askable(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        return [key for key in dict.fromkeys(keys) if not self._backing.is_known(key) and self._promotions.may_ask(key)]
+
+    async def _find_in_tiers(
+        self, keys: Keys, ctx: ReqContext | None, timeout_seconds: float | None
+    ) -> Collection[OffloadKey]:
+        """Return which of `keys` tiers have; at the timeout, what is known by then. Cancelling it disturbs no other."""
+        tiers = self._tiers_for(ctx)
+        if not keys or not tiers:
+            return ()
+        epoch = self.epoch
+        ticket = PrepareLoadOutput(self, epoch, 0)
+        ticket.is_waiting = True
+        search = TierSearch(self._lookups, keys, tiers, ticket.settle)
+        search.advance()
+        await self._wait_for(ticket, deadline_after(self.clock, timeout_seconds))
+        return search.sources if self.epoch == epoch else ()
 
     def _count_uses(self, keys: Keys, ctx: ReqContext | None, depths: Sequence[int] | None) -> None:
         """Count a request's use of blocks, for tiers that are written only what comes back."""
@@ -360,34 +412,38 @@ class TieredOffloadingManager(OffloadingManager):
             cascade.count_uses(keys, binding.tick, depths or [0] * len(keys), _request_id(ctx))
             cascade.pump()
 
-    def _tiers_for(self, ctx: ReqContext | None, keys: Keys) -> list[PlannedTier]:
-        """Return the tiers that a request may ask, and that are not slower than computing again."""
+    def _tiers_for(self, ctx: ReqContext | None, to_read: int = 0) -> list[PlannedTier]:
+        """Return the tiers that a request may ask, and that are not slower than computing again.
+
+        Args:
+            ctx: The request.
+            to_read: How many blocks it would read; 0 if it only asks.
+        """
         if not self._backing.is_current(ctx) or (ctx is not None and not ctx.tier_filter & TierFilter.BELOW):
             return []
+        now = self.clock.now()
         chosen = []
         for planned in self._planned:
             if planned.tier.is_closed:
                 continue
-            if keys and self._is_too_slow(planned):
-                planned.tally.too_slow += len(keys)
-            else:
-                chosen.append(planned)
+            if self._is_slower_than_computing(planned):
+                if now < planned.measured_at + planned.plan.retry_seconds:
+                    planned.tally.too_slow += to_read
+                    continue
+                if to_read:
+                    planned.measured_at = now  # one load finds out whether it still is
+            chosen.append(planned)
         return chosen
 
-    def _is_too_slow(self, planned: PlannedTier) -> bool:
+    def _is_slower_than_computing(self, planned: PlannedTier) -> bool:
         speed = self._recompute_tokens_per_second
         if speed is None or not planned.seconds_per_byte:
             return False
-        tokens = self._backing.block_tokens
         seconds_per_token = min(
-            self._slot_bytes.group_bytes(group) * planned.seconds_per_byte / count for group, count in enumerate(tokens)
+            self._slot_bytes.group_bytes(group) * planned.seconds_per_byte / tokens
+            for group, tokens in enumerate(self._backing.block_tokens)
         )
-        if seconds_per_token <= 1 / speed:
-            return False
-        if self.clock.now() < planned.measured_at + planned.plan.retry_seconds:
-            return True
-        planned.measured_at = self.clock.now()  # one load finds out whether it still is
-        return False
+        return seconds_per_token > 1 / speed
 
     def _note_offer(
         self, ticket: PrepareStoreOutput, keys: Keys, ctx: ReqContext | None, depths: Sequence[int] | None

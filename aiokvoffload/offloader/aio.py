@@ -51,13 +51,20 @@ class Offloader(OffloaderMachine):
         """How often the background task has polled."""
         return self._poller.poll_count
 
-    async def lookup_prefix(self, keys: Sequence[OffloadKey], ctx: ReqContext | None = None) -> int:
-        """Return how many tokens of the prefix could be loaded now; pins nothing, so it is a hint."""
+    async def lookup_prefix(
+        self, keys: Sequence[OffloadKey], ctx: ReqContext | None = None, *, timeout_seconds: float | None = None
+    ) -> int:
+        """Return how many tokens of the prefix could be loaded; pins nothing, so it is a hint.
+
+        Tiers below are asked for what CPU memory lacks, at most `timeout_seconds`; what they have by then counts.
+        """
         await checkpoint_if_cancelled()
         self._check()
         if self._fault is not None:
             return 0
-        return self.manager.lookup_prefix_nowait(keys, ctx, group_sizes=self.shapes.group_sizes(keys))
+        return await self.manager.lookup_prefix(
+            keys, ctx, group_sizes=self.shapes.group_sizes(keys), timeout_seconds=timeout_seconds
+        )
 
     async def load(
         self,

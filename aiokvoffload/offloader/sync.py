@@ -19,7 +19,7 @@ class SyncOffloader(OffloaderMachine):
     """
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], ctx: ReqContext | None = None) -> int:
-        """Return how many tokens of the prefix could be loaded now; pins nothing, so it is a hint."""
+        """Return how many tokens of the prefix CPU memory has; asks no tier, pins nothing, so it is a hint."""
         self._check()
         if self._fault is not None:
             return 0

@@ -11,6 +11,7 @@ from tiered_rig import Rig, make_rig
 from aiokvoffload.errors import ClosedError, ConfigurationError
 from aiokvoffload.events import EventKind
 from aiokvoffload.keys import OffloadKey
+from aiokvoffload.managers.reuse import FilterReusedOffloadingManager
 from aiokvoffload.managers.tier_plan import TierPlan
 from aiokvoffload.managers.tiered import TieredOffloadingManager
 from aiokvoffload.policies.base import Access
@@ -803,3 +804,105 @@ def test_a_block_that_an_offer_in_line_pushes_out_at_its_commit_is_not_taken_for
     assert rig.manager.tier_statistics()[0].dirty_evictions == 1
     rig.land_all()
     assert rig.tier_has(1, 2, 3) == [False, False, True]
+
+
+@on_both_loops
+def test_awaited_lookups_ask_tiers_for_each_block_once_and_pin_nothing(backend: str) -> None:
+    rig = make_rig(8, NEVER)
+    rig.put_into_tier(1, 2, 4)
+    rig.store(3)
+    found: list[object] = []
+
+    async def look() -> None:
+        found.append(await rig.manager.lookup(make_keys(1, 2, 3, 9)))
+
+    async def measure() -> None:
+        found.append(await rig.manager.lookup_prefix(make_keys(1, 2, 3, 4, 9)))
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(look)
+            tasks.start_soon(measure)
+            await settle()
+            assert rig.tier.waiting_count == 4  # 1, 2, 9 and 4: each is asked for once
+            rig.land_all()
+        assert rig.manager.statistics().pinned == 0
+        assert rig.manager.lookup_prefix_nowait(make_keys(1, 2, 3)) == 0
+
+    anyio.run(main, backend=backend)
+    assert sorted(found, key=str) == [
+        4,
+        [LookupResult.PENDING, LookupResult.PENDING, LookupResult.HIT, LookupResult.MISS],
+    ]
+
+
+@on_both_loops
+def test_a_cancelled_lookup_leaves_the_question_to_others_and_one_out_of_time_says_what_is_known(backend: str) -> None:
+    rig = make_rig(8, NEVER)
+    rig.put_into_tier(1)
+    rig.store(7)
+    found: list[int] = []
+    scopes: list[anyio.CancelScope] = []
+
+    async def give_up() -> None:
+        with anyio.CancelScope() as scope:
+            scopes.append(scope)
+            await rig.manager.lookup(make_keys(1))
+
+    async def wait(timeout_seconds: float | None) -> None:
+        found.append(await rig.manager.lookup_prefix(make_keys(7, 1), timeout_seconds=timeout_seconds))
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(give_up)
+            tasks.start_soon(wait, 0.001)
+            tasks.start_soon(wait, None)
+            await settle()
+            scopes[0].cancel()
+            rig.clock.advance(0.002)
+            await settle()
+            assert found == [1]
+            assert rig.tier.waiting_count == 1
+            rig.land_all()
+        assert found == [1, 2]
+
+    anyio.run(main, backend=backend)
+
+
+@on_both_loops
+def test_a_reuse_filter_lets_lookups_see_the_tiers(backend: str) -> None:
+    rig = make_rig(8, NEVER)
+    rig.put_into_tier(1)
+    manager = FilterReusedOffloadingManager(rig.manager)
+
+    async def look() -> None:
+        assert await manager.lookup(make_keys(1)) == [LookupResult.PENDING]
+        assert await manager.lookup_prefix(make_keys(1, 2)) == 1
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(look)
+            await settle()
+            rig.land_all()
+            await settle()
+            rig.land_all()
+
+    anyio.run(main, backend=backend)
+
+
+@on_both_loops
+def test_a_lookup_across_a_weight_update_finds_nothing(backend: str) -> None:
+    rig = make_rig(8, NEVER)
+    rig.put_into_tier(1)
+
+    async def look() -> None:
+        assert await rig.manager.lookup_prefix(make_keys(1)) == 0
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(look)
+            await settle()
+            rig.manager.bump_epoch_nowait()
+            rig.land_all()
+
+    anyio.run(main, backend=backend)

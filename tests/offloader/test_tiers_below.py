@@ -106,6 +106,28 @@ async def test_a_prefix_larger_than_cpu_memory_comes_back_piece_by_piece() -> No
 
 
 @on_both_loops
+async def test_an_awaited_prefix_lookup_sees_what_only_a_tier_has() -> None:
+    rig = TieredRig()
+    async with rig.open() as offloader:
+        keys = await rig.store_eight(offloader)
+        tokens: list[int] = []
+
+        async def look(timeout_seconds: float | None) -> None:
+            tokens.append(await offloader.lookup_prefix(keys, timeout_seconds=timeout_seconds))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(look, None)
+            tasks.start_soon(look, 0.0)
+            await settle()
+            in_cpu_memory = offloader.manager.lookup_prefix_nowait(keys)
+            assert tokens == [in_cpu_memory]
+            await rig.let_tier_work()
+        assert tokens == [in_cpu_memory, 8 * BLOCK_TOKENS]
+        assert in_cpu_memory < 8 * BLOCK_TOKENS
+        assert_idle(offloader)
+
+
+@on_both_loops
 async def test_a_load_waits_for_a_tier_before_it_touches_its_gpu_blocks() -> None:
     rig = TieredRig()
     async with rig.open() as offloader:
