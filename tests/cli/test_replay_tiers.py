@@ -51,12 +51,13 @@ def test_after_a_restart_what_was_stored_is_found_again(capsys: pytest.CaptureFi
 
 
 def test_one_engine_hits_what_another_has_stored(capsys: pytest.CaptureFixture[str], url: str) -> None:
-    report = report_of(capsys, "--engines", "2", "--tier", url, "--cascade", "wait")
+    report = report_of(capsys, "--engines", "2", "--cpu-blocks", "4000", "--tier", url, "--cascade", "wait")
     assert report["requests"] == 120
     assert report["blocks_verified"] == report["blocks_hit"]
+    assert report["tiers"][0]["hits"] > 0  # what the other one stored: nothing of one's own leaves CPU memory
     (tier,) = report_of(capsys, "--tier", url)["tiers"]  # a third one
-    # Not all: what left CPU memory before its turn was not written.
-    assert tier["hits"] > 0.5 * tier["lookups"] > 0
+    # Not all: what is stored while the directory is still being scanned is not written.
+    assert tier["hits"] > 0.9 * tier["lookups"] > 0
 
 
 def test_a_tier_is_a_line_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
