@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import secrets
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -53,7 +54,12 @@ class RankProcesses:
                 target=rank_class.main, args=(options, block_count, engine_id, rank, theirs), name=f"rank {rank}"
             )
             process.daemon = True
-            process.start()
+            # An interrupt from the terminal reaches all processes; the ranks leave it to this one from the start.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
             self.pipes.append(ours)
             self._processes.append(process)
@@ -132,7 +138,15 @@ class Stepper:
         await self._is_sent.wait()
 
     async def run(self) -> None:
-        """Make steps until cancelled."""
+        """Make steps until cancelled; the last one takes the jobs that are left, which closing waits for."""
+        try:
+            await self._make_steps()
+        except anyio.get_cancelled_exc_class():
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(self._ranks.send, Step(self._offloader.take_jobs(), {}, {}))
+            raise
+
+    async def _make_steps(self) -> None:
         while True:
             await self._is_wanted.wait()
             self._is_wanted = anyio.Event()
