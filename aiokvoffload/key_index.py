@@ -1,114 +1,210 @@
-"""From keys to small numbers, such as slots: one dict, or many small ones.
+"""Which number, such as a slot, belongs to which key, in steps that do not grow with what is held.
 
-A dict of a million entries is rebuilt as a whole now and then, also at constant size, and that takes tens of
-milliseconds. Many small ones are rebuilt one at a time. Freeing that many entries takes as long, so an index that is
-cleared frees them in slices, while new ones come in.
+A dict of a million entries is rebuilt as a whole now and then, which takes tens of milliseconds, and it waits for
+memory several times for each key, one key after the other. So a large index is a table that is set-associative, as the
+caches of processors are: the hash of a key chooses a set of cells and a tag, and only cells of that set with that tag
+are looked at. A call handles all its keys in one pass over arrays, so that the waits for memory overlap, and nothing is
+ever rebuilt. A small index is a dict: with all of it in the processor's caches, that is faster.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import compress, repeat
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from aiokvoffload.keys import OffloadKey
 
-SINGLE_DICT_KEYS = 65_536
-"""Up to so many keys, one dict is rebuilt in less than a millisecond."""
+NumberArray = npt.NDArray[np.int64]
 
-_SHARD_KEYS = 32_768
-"""Keys meant for one of many dicts, on average; some have more."""
+NOT_FOUND = -1
+"""The number of a key that is not there."""
 
-_SHARD_SHIFT = 40
-"""A dict looks at the low bits of a hash first; shards chosen by the same bits would make all its keys collide."""
+DICT_KEYS = 32_768
+"""Up to so many keys, a dict is rebuilt, or freed, in less than a millisecond."""
 
-_FREED_AT_ONCE = 1024
-"""How many old entries are freed while a batch of new ones is added."""
+_SET_CELLS = 16
+"""With four bytes of a tag for each, a set fits into one line of a processor's cache."""
 
+_NUMBERS_PER_SET = 8
+"""With half of the cells in use, one key in a thousand finds its set full."""
 
-class KeyIndex:
-    """The number of each key; for up to `SINGLE_DICT_KEYS` keys."""
+_EMPTY = 0
+_IN_DICT = -1
+_TAG_SHIFT = 32
 
-    def __init__(self) -> None:
-        self._number_of: dict[OffloadKey, int] = {}
-        self._given_up: list[dict[OffloadKey, int]] = []
-
-    def find(self, keys: Iterable[OffloadKey]) -> list[int | None]:
-        """Return the number of each key, None for unknown ones."""
-        return list(map(self._number_of.get, keys))
-
-    def get(self, key: OffloadKey) -> int | None:
-        """Return the number of one key, or None."""
-        return self._number_of.get(key)
-
-    def put(self, keys: Sequence[OffloadKey], numbers: Sequence[int]) -> None:
-        """Note the numbers of new keys."""
-        self._number_of.update(zip(keys, numbers, strict=True))
-        if self._given_up:
-            self._free_some()
-
-    def drop(self, keys: Iterable[OffloadKey]) -> None:
-        """Forget keys, all of which must be known."""
-        deque(map(self._number_of.__delitem__, keys), maxlen=0)
-
-    def clear(self) -> None:
-        """Forget all keys, at once; their entries are freed later."""
-        self._given_up.append(self._number_of)
-        self._number_of = {}
-
-    def _free_some(self) -> None:
-        left = _FREED_AT_ONCE
-        while self._given_up and left:
-            part = self._given_up[-1]
-            count = min(left, len(part))
-            for _ in range(count):
-                part.popitem()
-            left -= count
-            if not part:
-                self._given_up.pop()
+_FEW_KEYS = 4
+"""Up to so many keys are faster looked for one by one."""
 
 
-class ShardedKeyIndex(KeyIndex):
-    """The same for any number of keys.
+class KeyIndex(ABC):
+    """Keys and their numbers, both ways.
 
     Args:
-        key_count: How many there can be at a time.
+        number_count: Numbers are below this.
     """
 
-    def __init__(self, key_count: int) -> None:
-        super().__init__()
-        shard_count = 1 << (key_count // _SHARD_KEYS).bit_length()
-        self._mask = shard_count - 1
-        self._shards: list[dict[OffloadKey, int]] = [{} for _ in range(shard_count)]
+    def __init__(self, number_count: int) -> None:
+        self._key_of: npt.NDArray[np.object_] = np.empty(number_count, dtype=object)
 
-    def find(self, keys: Iterable[OffloadKey]) -> list[int | None]:
-        """Return the number of each key, None for unknown ones."""
-        shards, mask = self._shards, self._mask
-        return [shards[hash(key) >> _SHARD_SHIFT & mask].get(key) for key in keys]
+    @abstractmethod
+    def find(self, keys: Sequence[OffloadKey]) -> NumberArray:
+        """Return the number of each key, `NOT_FOUND` for unknown ones."""
 
-    def get(self, key: OffloadKey) -> int | None:
-        """Return the number of one key, or None."""
-        return self._shards[hash(key) >> _SHARD_SHIFT & self._mask].get(key)
+    def keys_of(self, numbers: NumberArray) -> list[OffloadKey]:
+        """Return the keys of numbers, also of those dropped since they were put."""
+        keys: list[OffloadKey] = self._key_of[numbers].tolist()
+        return keys
 
-    def put(self, keys: Sequence[OffloadKey], numbers: Sequence[int]) -> None:
-        """Note the numbers of new keys."""
-        shards, mask = self._shards, self._mask
-        for key, number in zip(keys, numbers, strict=True):
-            shards[hash(key) >> _SHARD_SHIFT & mask][key] = number
-        if self._given_up:
-            self._free_some()
+    @abstractmethod
+    def put(self, keys: Sequence[OffloadKey], numbers: NumberArray) -> None:
+        """Note the numbers of unknown keys; a number that has a key must be dropped before."""
 
-    def drop(self, keys: Iterable[OffloadKey]) -> None:
-        """Forget keys, all of which must be known."""
-        shards, mask = self._shards, self._mask
-        for key in keys:
-            del shards[hash(key) >> _SHARD_SHIFT & mask][key]
+    @abstractmethod
+    def drop(self, numbers: NumberArray) -> None:
+        """Forget the keys of numbers, each of which must have one."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget all keys, at once."""
+
+
+class SmallKeyIndex(KeyIndex):
+    """An index in a dict."""
+
+    def __init__(self, number_count: int) -> None:
+        super().__init__(number_count)
+        self._number_of: dict[OffloadKey, int] = {}
+
+    def find(self, keys: Sequence[OffloadKey]) -> NumberArray:
+        """Return the number of each key, `NOT_FOUND` for unknown ones."""
+        return np.fromiter(map(self._number_of.get, keys, repeat(NOT_FOUND)), np.int64, len(keys))
+
+    def put(self, keys: Sequence[OffloadKey], numbers: NumberArray) -> None:
+        """Note the numbers of unknown keys."""
+        self._key_of[numbers] = keys
+        self._number_of.update(zip(keys, numbers.tolist(), strict=True))
+
+    def drop(self, numbers: NumberArray) -> None:
+        """Forget the keys of numbers."""
+        deque(map(self._number_of.__delitem__, self.keys_of(numbers)), maxlen=0)
 
     def clear(self) -> None:
-        """Forget all keys, at once; their entries are freed later."""
-        self._given_up += self._shards
-        self._shards = [{} for _ in self._shards]
+        """Forget all keys."""
+        self._number_of = {}
 
 
-def make_index(key_count: int) -> KeyIndex:
-    """Return an index for that many keys."""
-    return KeyIndex() if key_count <= SINGLE_DICT_KEYS else ShardedKeyIndex(key_count)
+class LargeKeyIndex(KeyIndex):
+    """An index in a set-associative table; the few keys whose set is full are in a dict beside it."""
+
+    def __init__(self, number_count: int) -> None:
+        super().__init__(number_count)
+        self._set_count = number_count // _NUMBERS_PER_SET + 1
+        self._number_in: npt.NDArray[np.int32] = np.zeros(self._set_count * _SET_CELLS, dtype=np.int32)
+        self._cell_of: npt.NDArray[np.int32] = np.zeros(number_count, dtype=np.int32)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all keys, at once."""
+        # Keys and numbers stay behind in the arrays; no tag leads to them before they are overwritten.
+        self._tags: npt.NDArray[np.uint32] = np.zeros((self._set_count, _SET_CELLS), dtype=np.uint32)
+        self._tag_in = self._tags.reshape(-1)
+        self._excess_of: npt.NDArray[np.uint16] = np.zeros(self._set_count, dtype=np.uint16)
+        self._excess: dict[OffloadKey, int] = {}
+
+    # Looking
+
+    def find(self, keys: Sequence[OffloadKey]) -> NumberArray:
+        """Return the number of each key, `NOT_FOUND` for unknown ones."""
+        if len(keys) <= _FEW_KEYS:
+            return np.fromiter(map(self._find_one, keys), np.int64, len(keys))
+        sets, tags = self._places_of(keys)
+        cells = sets * _SET_CELLS + (self._tags.take(sets, axis=0) == tags[:, None]).argmax(axis=1)
+        is_tagged = self._tag_in[cells] == tags
+        numbers: NumberArray = self._number_in[cells].astype(np.int64)
+        if not is_tagged.all():
+            numbers[~is_tagged] = NOT_FOUND
+            if self._excess:
+                for position in np.flatnonzero(~is_tagged & (self._excess_of[sets] > 0)).tolist():
+                    numbers[position] = self._excess.get(keys[position], NOT_FOUND)
+            keys = list(compress(keys, is_tagged))
+        tagged = self._key_of[numbers[is_tagged]].tolist()
+        if tagged != (keys if isinstance(keys, list) else list(keys)):
+            positions = np.flatnonzero(is_tagged).tolist()
+            for position, key, other in zip(positions, keys, tagged, strict=True):
+                if key != other:  # two keys with the same tag in one set
+                    numbers[position] = self._find_one(key)
+        return numbers
+
+    def _find_one(self, key: OffloadKey) -> int:
+        home, tag = self._place_of(key)
+        tags: list[int] = self._tags[home].tolist()
+        if tag in tags:
+            for place in range(tags.index(tag), _SET_CELLS):
+                if tags[place] == tag:
+                    number = self._number_in.item(home * _SET_CELLS + place)
+                    if self._key_of[number] == key:
+                        return number
+        return self._excess.get(key, NOT_FOUND) if self._excess else NOT_FOUND
+
+    # Changing
+
+    def put(self, keys: Sequence[OffloadKey], numbers: NumberArray) -> None:
+        """Note the numbers of unknown keys; a number that has a key must be dropped before."""
+        self._key_of[numbers] = keys
+        sets, tags = self._places_of(keys)
+        while len(numbers):
+            cells = sets * _SET_CELLS + (self._tags.take(sets, axis=0) == _EMPTY).argmax(axis=1)
+            is_empty = self._tag_in[cells] == _EMPTY
+            if not is_empty.all():
+                self._put_aside(numbers[~is_empty], sets[~is_empty])
+                numbers, sets, tags, cells = numbers[is_empty], sets[is_empty], tags[is_empty], cells[is_empty]
+            self._number_in[cells] = numbers
+            is_settled = self._number_in[cells] == numbers  # of several keys for one cell, the last one has it
+            if is_settled.all():
+                self._tag_in[cells] = tags
+                self._cell_of[numbers] = cells
+                return
+            self._tag_in[cells[is_settled]] = tags[is_settled]
+            self._cell_of[numbers[is_settled]] = cells[is_settled]
+            numbers, sets, tags = numbers[~is_settled], sets[~is_settled], tags[~is_settled]
+
+    def drop(self, numbers: NumberArray) -> None:
+        """Forget the keys of numbers, each of which must have one."""
+        cells = self._cell_of[numbers]
+        if self._excess and cells.min(initial=0) == _IN_DICT:
+            for number in numbers[cells == _IN_DICT].tolist():
+                key = self._key_of[number]
+                del self._excess[key]
+                self._excess_of[self._place_of(key)[0]] -= 1
+            cells = cells[cells != _IN_DICT]
+        self._tag_in[cells] = _EMPTY
+
+    def _put_aside(self, numbers: NumberArray, sets: NumberArray) -> None:
+        """Note numbers whose keys find their sets full."""
+        for number, home in zip(numbers.tolist(), sets.tolist(), strict=True):
+            self._excess[self._key_of[number]] = number
+            self._excess_of[home] += 1
+            self._cell_of[number] = _IN_DICT
+
+    # Hashes
+
+    def _places_of(self, keys: Sequence[OffloadKey]) -> tuple[NumberArray, npt.NDArray[np.uint32]]:
+        """Return the set and the tag of each key."""
+        hashes: NumberArray = np.fromiter(map(hash, keys), np.int64, len(keys))
+        tags: npt.NDArray[Any] = hashes >> _TAG_SHIFT
+        return hashes % self._set_count, tags.astype(np.uint32) | np.uint32(1)
+
+    def _place_of(self, key: OffloadKey) -> tuple[int, int]:
+        hashed = hash(key)
+        return hashed % self._set_count, hashed >> _TAG_SHIFT & 0xFFFFFFFF | 1
+
+
+def make_index(number_count: int) -> KeyIndex:
+    """Return an index for that many numbers."""
+    return SmallKeyIndex(number_count) if number_count <= DICT_KEYS else LargeKeyIndex(number_count)

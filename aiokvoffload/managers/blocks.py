@@ -1,7 +1,7 @@
 """Which block lives in which slot of CPU memory, whose bytes are in use, and what the slots add up to.
 
 What is kept per slot lies in arrays: a block costs memory in proportion to its index entry, the garbage collector sees
-no object for it, and one operation handles all slots of a call. A reset frees old entries in slices, later.
+no object for it, and one operation handles all slots of a call.
 """
 
 from __future__ import annotations
@@ -9,19 +9,20 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Sequence
 from enum import IntEnum
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
-from aiokvoffload.key_index import make_index
+from aiokvoffload.key_index import NOT_FOUND, NumberArray, make_index
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.policies.base import Access, CachePolicy
 from aiokvoffload.policies.slots import SlotArray, slot_array
 from aiokvoffload.specs import LookupResult, PrepareStoreOutput
 
 Keys = Sequence[OffloadKey]
-Found = Sequence[int | None]
-"""For each key of a call its slot, or None for a block that is not there."""
+Found = NumberArray
+"""For each key of a call its slot, or `NOT_FOUND` for a block that is not there."""
 
 
 class SlotState(IntEnum):
@@ -35,7 +36,6 @@ class SlotState(IntEnum):
 
 
 _FREE, _WRITING, _READY, _KEYLESS = map(int, SlotState)
-_MISS = LookupResult.MISS
 _RESULT_OF_STATE = (LookupResult.MISS, LookupResult.PENDING, LookupResult.HIT, LookupResult.MISS)
 
 
@@ -53,7 +53,6 @@ class BlockTable:
         self.slot_count = slot_count
         self._policy = policy
         self._index = make_index(slot_count)
-        self._key_of: npt.NDArray[np.object_] = np.empty(slot_count, dtype=object)
         self._users = np.zeros(slot_count, dtype=np.int32)
         self._write_number_of = np.zeros(slot_count, dtype=np.int64)
         self._writes: dict[int, PrepareStoreOutput] = {}
@@ -63,8 +62,7 @@ class BlockTable:
     def _start(self) -> None:
         """Hold no blocks; slots with users are keyless."""
         in_use = np.flatnonzero(self._users)
-        self._state = bytearray(self.slot_count)
-        self._states = np.frombuffer(self._state, dtype=np.uint8)  # the same memory, for batches
+        self._states = np.zeros(self.slot_count + 1, dtype=np.uint8)  # the last one is what `NOT_FOUND` leads to
         self._states[in_use] = _KEYLESS
         self._count_of = [self.slot_count - len(in_use), 0, 0, len(in_use)]
         self._first_fresh = 0
@@ -92,23 +90,27 @@ class BlockTable:
 
     def results(self, found: Found) -> list[LookupResult]:
         """Return MISS, HIT or PENDING for each block that was looked for."""
-        state = self._state
-        return [_MISS if slot is None else _RESULT_OF_STATE[state[slot]] for slot in found]
+        return list(map(_RESULT_OF_STATE.__getitem__, self._states[found].tolist()))
 
-    def is_known(self, key: OffloadKey) -> bool:
-        """Return whether a block is stored or being written."""
-        return self._index.get(key) is not None
+    def are_known(self, keys: Keys) -> list[bool]:
+        """Return for each block whether it is stored or being written."""
+        known: list[bool] = (self.find(keys) != NOT_FOUND).tolist()
+        return known
 
-    def is_ready(self, key: OffloadKey) -> bool:
-        """Return whether a block is stored."""
-        slot = self._index.get(key)
-        return slot is not None and self._state[slot] == _READY
+    def are_ready(self, keys: Keys) -> list[bool]:
+        """Return for each block whether it is stored."""
+        ready: list[bool] = (self._states[self.find(keys)] == _READY).tolist()
+        return ready
 
-    def all_ready(self, slots: Collection[int]) -> bool:
+    def stored_among(self, found: Found) -> npt.NDArray[np.intp]:
+        """Return the positions of those blocks that can be loaded."""
+        return np.flatnonzero(self._states[found] == _READY)
+
+    def all_ready(self, slots: Collection[int] | SlotArray) -> bool:
         """Return whether the blocks in all of `slots` are stored."""
         return bool((self._states[slot_array(slots)] == _READY).all())
 
-    def writes(self, slots: Sequence[int]) -> set[PrepareStoreOutput]:
+    def writes(self, slots: Sequence[int] | SlotArray) -> set[PrepareStoreOutput]:
         """Return the tickets under which some of `slots` are being written."""
         if not self._count_of[_WRITING]:
             return set()
@@ -126,51 +128,52 @@ class BlockTable:
     def coldest(self, count: int) -> list[tuple[OffloadKey, int]]:
         """Return up to `count` blocks that would leave first, in that order, each with its slot."""
         slots = self._policy.coldest(count)
-        return list(zip(self._key_of[slot_array(slots)].tolist(), slots, strict=True))
+        return list(zip(self._index.keys_of(slot_array(slots)), slots, strict=True))
 
     # Using
 
     def touch(self, keys: Keys, found: Found, access: Access) -> None:
         """Tell the policy of one request's access."""
-        missing_count = found.count(None)
+        is_missing = found == NOT_FOUND
+        missing_count = np.count_nonzero(is_missing)
         if missing_count == len(keys):
             self._policy.miss(keys, access)
         elif not missing_count:
-            self._policy.touch([slot for slot in found if slot is not None], access)
+            self._policy.touch(self._batch(found), access)
         else:
-            known = [position for position, slot in enumerate(found) if slot is not None]
-            missing = [position for position, slot in enumerate(found) if slot is None]
-            self._policy.touch([slot for slot in found if slot is not None], access.select(known))
+            known, missing = np.flatnonzero(~is_missing), np.flatnonzero(is_missing).tolist()
+            self._policy.touch(self._batch(found[known]), access.select(known.tolist()))
             self._policy.miss([keys[position] for position in missing], access.select(missing))
 
-    def hold(self, slots: Sequence[int]) -> None:
+    def hold(self, slots: Sequence[int] | SlotArray, *, are_distinct: bool = False) -> None:
         """Count one more user of each slot; one named twice, by two KV groups, has one more user."""
         held = slot_array(slots)
         user_counts = self._users[held]
         self._users[held] = user_counts + 1
-        unused = held[user_counts == 0].tolist()
-        if unused:
-            self._policy.pin(_each_once(unused))
+        unused = held[user_counts == 0]
+        if len(unused):
+            self._policy.pin(self._batch(unused if are_distinct else _each_once(unused)))
 
-    def release(self, slots: Sequence[int]) -> None:
+    def release(self, slots: Sequence[int] | SlotArray, *, are_distinct: bool = False) -> None:
         """Count one user less of each slot."""
         released = slot_array(slots)
         user_counts = self._users[released] - 1
         self._users[released] = user_counts
         idle = released[user_counts == 0]
+        if not are_distinct:
+            idle = _each_once(idle)
         is_ready = self._states[idle] == _READY
-        ready = idle[is_ready].tolist()
-        if ready:
-            self._policy.unpin(_each_once(ready))
+        ready = idle[is_ready]
+        if len(ready):
+            self._policy.unpin(self._batch(ready))
         if len(ready) < len(idle):
-            keyless = _each_once(idle[~is_ready].tolist())
-            self._make_free(slot_array(keyless), _KEYLESS)
+            self._make_free(idle[~is_ready], _KEYLESS)
 
     # Placement
 
     def is_stored(self, slot: int) -> bool:
         """Return whether the block of a slot can be loaded."""
-        return self._state[slot] == _READY
+        return bool(self._states[slot] == _READY)
 
     def idle(self, slots: Sequence[int]) -> list[int]:
         """Return those of `slots` whose block can be loaded and that have no users."""
@@ -213,22 +216,21 @@ class BlockTable:
         evicted: list[OffloadKey] = []
         taken = slot_array(victims)[::-1]
         if victims:
-            evicted = self._key_of[taken[::-1]].tolist()
-            self._index.drop(evicted)
+            evicted = self._index.keys_of(taken[::-1])
+            self._index.drop(taken)
         if len(victims) < len(keys):
             taken = self._take_free(len(keys) - len(victims), taken)
         slots: list[int] = taken.tolist()
-        self._index.put(keys, slots)
+        self._index.put(keys, taken)
         self._write_total = number = self._write_total + 1
         self._writes[number] = write
-        self._key_of[taken] = keys
         self._users[taken] = 1
         self._states[taken] = _WRITING
         self._write_number_of[taken] = number
         self._count_of[_READY] -= len(victims)
         self._count_of[_FREE] -= len(slots) - len(victims)
         self._count_of[_WRITING] += len(slots)
-        self._policy.insert(slots, keys, access)
+        self._policy.insert(self._batch(taken), keys, access)
         return slots, evicted
 
     def end_write(self, write: PrepareStoreOutput, written: Sequence[int], failed: Sequence[int]) -> None:
@@ -236,7 +238,7 @@ class BlockTable:
         if failed:
             dropped = slot_array(failed)
             self._policy.remove(failed)
-            self._index.drop(self._key_of[dropped].tolist())
+            self._index.drop(dropped)
             self._states[dropped] = _KEYLESS
         self._states[slot_array(written)] = _READY
         self._count_of[_WRITING] -= len(written) + len(failed)
@@ -274,6 +276,11 @@ class BlockTable:
             slots = slots[slots < self._first_fresh]
         self._reusable.frombytes(slots.tobytes())
 
+    def _batch(self, slots: SlotArray) -> Sequence[int]:
+        """Return slots as the policy takes them."""
+        return cast("Sequence[int]", slots) if self._policy.takes_arrays else slots.tolist()
 
-def _each_once(slots: list[int]) -> list[int]:
-    return slots if len(set(slots)) == len(slots) else list(dict.fromkeys(slots))
+
+def _each_once(slots: SlotArray) -> SlotArray:
+    numbers = slots.tolist()
+    return slots if len(set(numbers)) == len(numbers) else slot_array(dict.fromkeys(numbers))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import replace
 from typing import get_args
 
@@ -116,13 +116,18 @@ class CPUOffloadingManager(OffloadingManager):
 
     # For managers above
 
-    def is_known(self, key: OffloadKey) -> bool:
-        """Return whether a block is stored or being written."""
-        return self._blocks.is_known(key)
+    def are_known(self, keys: Keys, others: Container[OffloadKey] = ()) -> list[bool]:
+        """Return for each block whether it is stored, being written, or one of `others`."""
+        known = self._blocks.are_known(keys)
+        return [is_known or key in others for key, is_known in zip(keys, known, strict=True)] if others else known
 
     def stored_slots(self, keys: Keys) -> list[int | None]:
         """Return the slots of those of `keys` that are stored, None for the others."""
-        return [slot if slot is not None and self._blocks.is_stored(slot) else None for slot in self._blocks.find(keys)]
+        found = self._blocks.find(keys)
+        slots: list[int | None] = [None] * len(keys)
+        for position in self._blocks.stored_among(found).tolist():
+            slots[position] = found.item(position)
+        return slots
 
     def is_current(self, ctx: ReqContext | None) -> bool:
         """Return whether a request is of the present epoch."""
@@ -176,7 +181,7 @@ class CPUOffloadingManager(OffloadingManager):
         parts = self._prefix.split(keys, group_sizes)
         if binding.epoch != self._epoch:
             return resident_tokens
-        return self._prefix.boundary(parts, self._blocks.is_known, resident_tokens)
+        return self._prefix.boundary(parts, self._blocks.are_known, resident_tokens)
 
     def touch(self, keys: Keys, ctx: ReqContext | None = None, *, depths: Sequence[int] | None = None) -> None:
         """Count the request's access to its blocks; the policy sees resident and missing ones."""
@@ -223,7 +228,7 @@ class CPUOffloadingManager(OffloadingManager):
         ticket.is_open = False
         if ticket.is_waiting:
             self._loads.give_up(ticket)
-        self._blocks.release(ticket.slots)
+        self._blocks.release(ticket.slots, are_distinct=len(ticket.group_sizes) == 1)
         if take_along and ticket.keys:
             self._tally.taken_along += self._placement.take_along(ticket, self.block_tokens)
         self._end_step()
@@ -301,7 +306,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._tally.failed += len(failed)
         self._announcer.note(EventKind.STORED, keys)
         self._loads.end_write(ticket, success=not failed)
-        self._blocks.release(ticket.slots)
+        self._blocks.release(ticket.slots, are_distinct=True)
         self._end_step()
         return Completion.APPLIED
 
@@ -324,13 +329,11 @@ class CPUOffloadingManager(OffloadingManager):
         keys, depths = _without_repeats(keys, range(len(keys)) if depths is None else depths)
         now = self.clock.now()
         self._placement.expire(now, len(keys))
-        stored: list[int] = []
-        stored_depths: list[int] = []
-        for slot, depth in zip(self._blocks.find(keys), depths or (), strict=True):
-            if slot is not None and self._blocks.is_stored(slot):
-                stored.append(slot)
-                stored_depths.append(depth)
+        found = self._blocks.find(keys)
+        positions = self._blocks.stored_among(found)
+        stored: list[int] = found[positions].tolist()
         if keep_seconds is None:
+            stored_depths = [depths[position] for position in positions.tolist()] if depths else []
             count = self._placement.end_session(stored, stored_depths)
         elif keep_seconds:
             count = self._placement.keep(stored, now + keep_seconds)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from aiokvoffload.key_index import NOT_FOUND
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.managers.blocks import BlockTable
 from aiokvoffload.managers.prefix import PrefixMatcher
 from aiokvoffload.managers.tally import SettledTickets
 from aiokvoffload.managers.waits import LoadRequest, WriteWaits
+from aiokvoffload.policies.slots import SlotArray
 from aiokvoffload.specs import PrepareLoadOutput, PrepareStoreOutput
 
 Usable = Literal["known", "ready", "none"]
@@ -83,24 +85,27 @@ class Loads:
             )
             needed = [range(len(part) if is_complete else 0) for part in request.parts]
             ticket.token_count = min(len(run) * tokens for run, tokens in zip(needed, block_tokens, strict=True))
-            ticket.keys, ticket.slots = (keys, slots) if is_complete else ((), [])
+            ticket.keys, held = (keys, slots) if is_complete else ((), slots[:0])
         else:
-            is_usable = {"known": self._blocks.is_known, "ready": self._blocks.is_ready, "none": _is_never_usable}
-            end = self._prefix.boundary(request.parts, is_usable[usable], request.resident_tokens)
+            are_usable = {"known": self._blocks.are_known, "ready": self._blocks.are_ready, "none": _are_never_usable}
+            end = self._prefix.boundary(request.parts, are_usable[usable], request.resident_tokens)
             needed = [self._prefix.needed(group, end, request.resident_tokens) for group in range(len(request.parts))]
             ticket.token_count = end
             ticket.keys = [
                 key for part, run in zip(request.parts, needed, strict=True) for key in part[run.start : run.stop]
             ]
-            ticket.slots = self._slots_of(ticket.keys)
+            held = self._slots_of(ticket.keys)
         ticket.group_sizes = tuple(map(len, needed))
         ticket.first_indices = tuple(run.start for run in needed)
-        self._blocks.hold(ticket.slots)
+        ticket.slots = held.tolist()
+        self._blocks.hold(held, are_distinct=len(needed) == 1)
 
-    def _slots_of(self, keys: Sequence[OffloadKey]) -> list[int]:
+    def _slots_of(self, keys: Sequence[OffloadKey]) -> SlotArray:
         """Return the slots of those of `keys` that are stored or being written."""
-        return [slot for slot in self._blocks.find(keys) if slot is not None]
+        found = self._blocks.find(keys)
+        slots: SlotArray = found[found != NOT_FOUND]
+        return slots
 
 
-def _is_never_usable(_key: OffloadKey) -> bool:
-    return False
+def _are_never_usable(keys: Sequence[OffloadKey]) -> list[bool]:
+    return [False] * len(keys)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from aiokvoffload.clock import Clock
 from aiokvoffload.events import EventKind
+from aiokvoffload.key_index import NOT_FOUND
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.managers.announcer import Announcer
 from aiokvoffload.managers.blocks import BlockTable, Found
@@ -86,7 +87,7 @@ class Offers:
             is_leading_enough: Whether, of what does not fit, the leading part is taken.
             may_wait: Whether it stands in line if it does not fit; one that never will is refused.
         """
-        is_behind_others = bool(self._line) and None in found
+        is_behind_others = bool(self._line) and NOT_FOUND in found
         if not is_behind_others and self._grant(offer, found, is_leading_enough=is_leading_enough):
             return
         # What is stored of the offer is not evicted for it, so all of it must fit at once.
@@ -155,13 +156,12 @@ class Offers:
         """Note which keys of an offer are stored, or being stored; return the others, and the slots of stored ones."""
         ticket, keys = offer.ticket, offer.keys
         ticket.resident_keys = ticket.pending_keys = ()
-        if found.count(None) == len(keys):
+        if not (found != NOT_FOUND).any():
             return keys, []
         results = self._blocks.results(found)
         ticket.resident_keys = _selected(keys, results, LookupResult.HIT)
         ticket.pending_keys = _selected(keys, results, LookupResult.PENDING)
-        stored = [slot for slot, result in zip(found, results, strict=True) if result is LookupResult.HIT]
-        return _selected(keys, results, LookupResult.MISS), [slot for slot in stored if slot is not None]
+        return _selected(keys, results, LookupResult.MISS), found[self._blocks.stored_among(found)].tolist()
 
 
 def _selected(keys: Keys, results: Sequence[LookupResult], wanted: LookupResult) -> list[OffloadKey]:

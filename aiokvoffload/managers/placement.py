@@ -53,14 +53,10 @@ class SlotPlacement:
 
     def rescue(self, found: Found, access: Access) -> int:
         """Put the ready ones of demoted blocks back among the others, and return how many there are."""
-        slots, positions = [], []
-        for position, slot in enumerate(found):
-            if slot is not None and self._blocks.is_stored(slot):
-                slots.append(slot)
-                positions.append(position)
-        if slots:
-            self._policy.rescue(slots, access.select(positions))
-        return len(slots)
+        positions = self._blocks.stored_among(found)
+        if len(positions):
+            self._policy.rescue(found[positions].tolist(), access.select(positions.tolist()))
+        return len(positions)
 
     def end_session(self, slots: Sequence[int], depths: Sequence[int]) -> int:
         """Put those of `slots` first in line that only one session has used and nobody uses now; return how many."""

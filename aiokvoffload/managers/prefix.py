@@ -15,6 +15,10 @@ from aiokvoffload.keys import OffloadKey
 from aiokvoffload.kv_caches import KVGroup
 
 Keys = Sequence[OffloadKey]
+AreUsable = Callable[[Keys], Sequence[bool]]
+"""Says of each of some blocks whether it can be loaded."""
+
+_ASKED_AT_ONCE = 256
 
 
 class PrefixMatcher:
@@ -59,12 +63,12 @@ class PrefixMatcher:
             start += size
         return parts
 
-    def boundary(self, parts: Sequence[Keys], is_usable: Callable[[OffloadKey], bool], resident_tokens: int = 0) -> int:
+    def boundary(self, parts: Sequence[Keys], are_usable: AreUsable, resident_tokens: int = 0) -> int:
         """Return the largest boundary that can be reached, in tokens; `resident_tokens` if none lies beyond it.
 
         Args:
             parts: Keys of each group from the start of the request.
-            is_usable: Whether a block can be loaded; asked about no more blocks than needed.
+            are_usable: Which blocks can be loaded; asked in batches, that end soon after the first one that cannot.
             resident_tokens: Tokens from the start that need not be loaded.
 
         Raises:
@@ -75,10 +79,7 @@ class PrefixMatcher:
         limit = min(len(part) * tokens for part, tokens in zip(parts, self.block_tokens, strict=True))
         for part, tokens, needed in zip(parts, self.block_tokens, self._needed_counts, strict=True):
             if needed is None:
-                index = resident_tokens // tokens
-                end = limit // tokens
-                while index < end and is_usable(part[index]):
-                    index += 1
+                index = _unbroken_end(part, resident_tokens // tokens, limit // tokens, are_usable)
                 limit = min(limit, max(index * tokens, resident_tokens))
         end_tokens = self._align(limit)
         if self._needed_counts.count(None) == len(parts):
@@ -86,7 +87,7 @@ class PrefixMatcher:
         while end_tokens > resident_tokens:
             lower = min(
                 (
-                    self._last_missing_end(part, group, end_tokens, is_usable, resident_tokens)
+                    self._last_missing_end(part, group, end_tokens, are_usable, resident_tokens)
                     for group, part in enumerate(parts)
                 ),
                 default=end_tokens,
@@ -111,7 +112,7 @@ class PrefixMatcher:
         part: Keys,
         group: int,
         end_tokens: int,
-        is_usable: Callable[[OffloadKey], bool],
+        are_usable: AreUsable,
         resident_tokens: int,
     ) -> int:
         """Return `end_tokens` if the group can go on from there, else the start of its last missing block.
@@ -119,10 +120,22 @@ class PrefixMatcher:
         Every boundary between that start and `end_tokens` needs the missing block too.
         """
         if self._needed_counts[group] is not None:
-            for index in reversed(self.needed(group, end_tokens, resident_tokens)):
-                if not is_usable(part[index]):
+            needed = self.needed(group, end_tokens, resident_tokens)
+            usable = are_usable(part[needed.start : needed.stop])
+            for index, is_usable in zip(reversed(needed), reversed(usable), strict=True):
+                if not is_usable:
                     return index * self.block_tokens[group]
         return end_tokens
 
     def _align(self, tokens: int) -> int:
         return tokens // self._alignment * self._alignment
+
+
+def _unbroken_end(part: Keys, start: int, end: int, are_usable: AreUsable) -> int:
+    """Return where the run of usable blocks ends that begins at `start`."""
+    while start < end:
+        usable = list(are_usable(part[start : min(end, start + _ASKED_AT_ONCE)]))
+        if False in usable:
+            return start + usable.index(False)
+        start += len(usable)
+    return start

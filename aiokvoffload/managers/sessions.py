@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from aiokvoffload.key_index import NOT_FOUND, NumberArray
 from aiokvoffload.specs import ReqContext
 
 _SEVERAL = 0
@@ -30,11 +31,11 @@ class SlotSessions:
         if self._session_of is not None and len(slots):
             self._session_of[np.array(slots)] = session
 
-    def use(self, found: Sequence[int | None], ctx: ReqContext | None) -> None:
+    def use(self, found: NumberArray, ctx: ReqContext | None) -> None:
         """Note that a request uses the blocks in some slots."""
         session = self._number(ctx)
         if self._session_of is not None:
-            slots = np.array([slot for slot in found if slot is not None], dtype=np.int64)
+            slots = found[found != NOT_FOUND]
             self._session_of[slots[self._session_of[slots] != session]] = _SEVERAL
 
     def unshared(self, slots: Sequence[int]) -> list[int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
+from operator import not_
 
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.managers.cpu import CPUOffloadingManager
@@ -122,17 +124,16 @@ class TierLoad:
     def _sources(self) -> tuple[dict[OffloadKey, PlannedTier], dict[OffloadKey, int]]:
         """Return which tier has each block that is needed and missing, and the token position of each one's end."""
         needed, depth_of = self._needed()
-        missing = [key for key in needed if not self._backing.is_known(key)]
+        missing = compress(needed, map(not_, self._backing.are_known(needed)))
         return {key: self._search.sources[key] for key in missing}, depth_of
 
     def _needed(self) -> tuple[list[OffloadKey], dict[OffloadKey, int]]:
         """Return which blocks the load can use, by what is known now, and the token position of each one's end."""
         prefix, arguments = self._backing.prefix, self._arguments
         parts = prefix.split(arguments.keys, arguments.group_sizes)
-        sources = self._search.sources
 
-        def is_usable(key: OffloadKey) -> bool:
-            return key in sources or self._backing.is_known(key)
+        def are_usable(keys: Sequence[OffloadKey]) -> list[bool]:
+            return self._backing.are_known(keys, self._search.sources)
 
         depth_of = {
             key: (index + 1) * tokens
@@ -141,8 +142,8 @@ class TierLoad:
         }
         if arguments.take == "all":
             needed = [key for part in parts for key in part]
-            return (needed if all(map(is_usable, needed)) else []), depth_of
-        end = prefix.boundary(parts, is_usable, arguments.resident_tokens)
+            return (needed if all(are_usable(needed)) else []), depth_of
+        end = prefix.boundary(parts, are_usable, arguments.resident_tokens)
         runs = [prefix.needed(group, end, arguments.resident_tokens) for group in range(len(parts))]
         return [key for part, run in zip(parts, runs, strict=True) for key in part[run.start : run.stop]], depth_of
 

@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress
+from operator import not_
 
 from anyio.lowlevel import checkpoint_if_cancelled
 
@@ -181,7 +183,7 @@ class TieredOffloadingManager(OffloadingManager):
             return self.lookup_prefix_nowait(keys, ctx, group_sizes=group_sizes, resident_tokens=resident_tokens)
         return self._backing.prefix.boundary(
             self._backing.prefix.split(keys, group_sizes),
-            lambda key: key in found or self._backing.is_known(key),
+            lambda asked: self._backing.are_known(asked, found),
             resident_tokens,
         )
 
@@ -387,7 +389,9 @@ class TieredOffloadingManager(OffloadingManager):
         return self._askable(wanted)
 
     def _askable(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        return [key for key in dict.fromkeys(keys) if not self._backing.is_known(key) and self._promotions.may_ask(key)]
+        wanted = list(dict.fromkeys(keys))
+        known = self._backing.are_known(wanted)
+        return [key for key in compress(wanted, map(not_, known)) if self._promotions.may_ask(key)]
 
     async def _find_in_tiers(
         self, keys: Keys, ctx: ReqContext | None, timeout_seconds: float | None

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from aiokvoffload.key_index import NOT_FOUND
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.policies.base import Access
 from aiokvoffload.policies.ghosts import GhostLists
@@ -34,8 +35,10 @@ class ARCPolicy(RankedPolicy):
             algorithm, or T1.
     """
 
+    takes_arrays = True
+
     def __init__(self, capacity: int, *, are_ghosts_frequent: bool = True) -> None:
-        super().__init__(capacity, line_count=3, first_line=_DEMOTED)
+        super().__init__(capacity, line_count=3, first_line=_DEMOTED, are_ranked_by_tick=True)
         self._are_ghosts_frequent = are_ghosts_frequent
         self._key_of: npt.NDArray[np.object_] = np.empty(capacity, dtype=object)
         self._is_written = np.zeros(capacity, dtype=np.bool_)
@@ -53,11 +56,12 @@ class ARCPolicy(RankedPolicy):
         self._key_of[inserted] = keys
         self._is_written[inserted] = False
         rows = self._ghosts.rows(keys)
-        if rows.count(None) == len(rows):
+        was_ghost = rows != NOT_FOUND
+        if not was_ghost.any():
             self._insert(inserted, access)
             return
-        self._ghosts.remove([row for row in rows if row is not None])
-        is_frequent = np.array([row is not None and self._are_ghosts_frequent for row in rows])
+        self._ghosts.remove(rows[was_ghost])
+        is_frequent = was_ghost & self._are_ghosts_frequent
         for line, part, its_access in split_by_line(inserted, is_frequent, access):
             self._insert(part, its_access, line)
 
@@ -82,8 +86,8 @@ class ARCPolicy(RankedPolicy):
         """
         ghosts = self._ghosts
         rows = ghosts.rows(keys)
-        for row in reversed(rows) if rows.count(None) < len(rows) else ():
-            if row is None or not ghosts.renew(row, access.tick):
+        for row in reversed(rows[rows != NOT_FOUND].tolist()):
+            if not ghosts.renew(row, access.tick):
                 continue
             recent_count, frequent_count = ghosts.counts
             if ghosts.list_of(row) == _T1:

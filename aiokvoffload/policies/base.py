@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.registry import Registry
@@ -49,7 +50,12 @@ class CachePolicy(ABC):
 
     Args:
         capacity: Number of slots; they are numbered from 0.
+
+    Attributes:
+        takes_arrays: Whether batches of slots may come as arrays of numpy, which saves a conversion for each call.
     """
+
+    takes_arrays: ClassVar[bool] = False
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

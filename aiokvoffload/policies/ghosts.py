@@ -6,9 +6,8 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from aiokvoffload.key_index import make_index
+from aiokvoffload.key_index import NumberArray, make_index
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.policies.slots import SlotArray, slot_array
 
@@ -28,7 +27,6 @@ class GhostLists:
         self._limit = limit
         self._list_count = list_count
         self._row_count = row_count = limit * list_count
-        self._key_of: npt.NDArray[np.object_] = np.empty(row_count, dtype=object)
         self._list_of = np.zeros(row_count, dtype=np.uint8)
         self._seen_at = np.zeros(row_count, dtype=np.int64)
         self._next_row = array("i", bytes(4 * (row_count + list_count)))
@@ -53,11 +51,11 @@ class GhostLists:
         end = self._row_count + list_index
         row = self._next_row[end]
         while row != end:
-            yield self._key_of[row]
+            yield from self._index.keys_of(np.array([row]))
             row = self._next_row[row]
 
-    def rows(self, keys: Sequence[OffloadKey]) -> list[int | None]:
-        """Return the row of each key, None for strangers."""
+    def rows(self, keys: Sequence[OffloadKey]) -> NumberArray:
+        """Return the row of each key, `NOT_FOUND` for strangers."""
         return self._index.find(keys)
 
     def list_of(self, row: int) -> int:
@@ -79,8 +77,7 @@ class GhostLists:
         if excess > 0:
             self._forget_oldest(list_index, excess)
         rows = self._take_rows(len(keys))
-        self._index.put(keys, rows.tolist())
-        self._key_of[rows] = keys
+        self._index.put(keys, rows)
         self._list_of[rows] = list_index
         self._seen_at[rows] = -1
         self._next_rows[rows[:-1]] = rows[1:]
@@ -88,13 +85,13 @@ class GhostLists:
         self._link(list_index, rows.item(0), rows.item(-1))
         self.counts[list_index] += len(keys)
 
-    def remove(self, rows: Sequence[int]) -> None:
+    def remove(self, rows: NumberArray) -> None:
         """Forget the keys of some rows."""
-        self._index.drop([self._key_of[row] for row in rows])
-        for row in rows:
+        self._index.drop(rows)
+        for row in rows.tolist():
             self._unlink(row)
             self.counts[self._list_of.item(row)] -= 1
-        self._reusable.extend(rows)
+        self._reusable.frombytes(rows.tobytes())
 
     def _forget_oldest(self, list_index: int, count: int) -> None:
         end = self._row_count + list_index
@@ -107,7 +104,7 @@ class GhostLists:
         first_kept = next_row[row]
         next_row[end] = first_kept
         self._previous_row[first_kept] = end
-        self._index.drop(self._key_of[slot_array(rows)].tolist())
+        self._index.drop(slot_array(rows))
         self.counts[list_index] -= count
         self._reusable.extend(rows)
 

@@ -12,7 +12,6 @@ handles all slots of a call.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Iterator
 from itertools import islice, pairwise
 from operator import attrgetter
@@ -30,6 +29,7 @@ _NO_SLOTS: SlotArray = np.empty(0, dtype=np.int64)
 _BOUND = attrgetter("bound")
 
 LineIndices = npt.NDArray[np.uint8]
+LeafNumbers = npt.NDArray[np.int32]
 
 
 class Leaves:
@@ -95,21 +95,39 @@ class Leaf:
         line: The line it is part of.
         bound: Nothing in here, or in a later leaf, ranks below it.
         slots: The entries.
-        resident_count: How many of them are not stale.
-        evictable_count: How many of them could be evicted.
         is_sorted: The entries are in order.
     """
 
-    __slots__ = ("bound", "evictable_count", "is_sorted", "line", "number", "resident_count", "slots")
+    __slots__ = ("bound", "is_sorted", "line", "number", "slots")
 
     def __init__(self, number: int, line: Line, bound: Rank) -> None:
         self.number = number
         self.line = line
         self.bound = bound
         self.slots = _NO_SLOTS
-        self.resident_count = 0
-        self.evictable_count = 0
         self.is_sorted = True
+
+
+class LeafCounts:
+    """What is counted of every leaf, by its number.
+
+    Attributes:
+        entries: Slots in the leaf, stale ones included.
+        residents: Those that are not stale.
+        evictables: Those that could be evicted.
+    """
+
+    __slots__ = ("entries", "evictables", "residents")
+
+    def __init__(self) -> None:
+        self.entries, self.residents, self.evictables = np.zeros((3, 64), dtype=np.int32)
+
+    def make_room_for(self, number: int) -> None:
+        """Have counts for a new leaf number, all of them 0."""
+        if number >= len(self.entries):
+            counts = np.zeros((3, 2 * number), dtype=np.int32)
+            counts[:, : len(self.entries)] = self.entries, self.residents, self.evictables
+            self.entries, self.residents, self.evictables = counts
 
 
 class Line:
@@ -168,6 +186,7 @@ class SlotLines:
         # The leaf numbers of slots stay behind; nobody looks at them before the slots enter again.
         self._lines = [Line(index) for index in range(self._line_count)]
         self._leaves: list[Leaf] = []
+        self._counts = LeafCounts()
         self._unused_numbers: list[int] = []
         self._is_evictable = np.zeros(len(self._is_evictable), dtype=np.bool_)
 
@@ -196,14 +215,12 @@ class SlotLines:
     def pin(self, slots: SlotArray) -> None:
         """Let slots count as not evictable."""
         self._is_evictable[slots] = False
-        for leaf, count in self._leaves_of(slots):
-            self._lose(leaf, count)
+        self._lose_each(slots)
 
     def unpin(self, slots: SlotArray) -> None:
         """Let slots count as evictable."""
         self._is_evictable[slots] = True
-        for leaf, count in self._leaves_of(slots):
-            self._gain(leaf, count)
+        self._gain_each(slots)
 
     # Entering and leaving
 
@@ -222,16 +239,15 @@ class SlotLines:
 
     def leave(self, slots: SlotArray) -> None:
         """Let slots leave their lines; whether they are evictable stays noted."""
-        left = self._leaves_of(slots)
-        evictable = self.evictable_among(slots)
-        for leaf, count in left if len(evictable) == len(slots) else self._leaves_of(evictable):
-            self._lose(leaf, count)
+        numbers, counts = self._leaf_of[slots], self._counts
+        self._lose_each(self.evictable_among(slots))
         self._leaf_of[slots] = _NO_LEAF
-        for leaf, count in left:
-            leaf.resident_count -= count
-            leaf.line.resident_count -= count
-        for leaf, _ in left:
-            if len(leaf.slots) > 2 * leaf.resident_count:
+        np.subtract.at(counts.residents, numbers, 1)
+        for line, count in self._lines_of(slots):
+            line.resident_count -= count
+        thinned = numbers[counts.entries[numbers] > 2 * counts.residents[numbers]].tolist()
+        for leaf in [self._leaves[number] for number in dict.fromkeys(thinned)]:
+            if len(leaf.slots):  # not joined with another one meanwhile
                 self._drop_stale(leaf)
                 self._shrink(leaf)
 
@@ -251,10 +267,10 @@ class SlotLines:
             self._is_evictable[found] = False
             parts.append(found)
             count -= len(found)
-            leaf.resident_count -= len(found)
+            self._counts.residents[leaf.number] -= len(found)
             emptied.resident_count -= len(found)
             self._lose(leaf, len(found))
-            if not leaf.evictable_count:
+            if not self._counts.evictables[leaf.number]:
                 self._shrink(leaf)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -263,13 +279,13 @@ class SlotLines:
         slots = leaf.slots
         is_evictable = self._is_evictable[slots]
         if np.count_nonzero(is_evictable[:count]) == min(count, len(slots)):
-            leaf.slots = slots[count:]
+            self._fill(leaf, slots[count:])
             return slots[:count]
         positions = np.flatnonzero(is_evictable)[:count]
         found = slots[positions]
         is_kept = np.ones(len(slots), dtype=np.bool_)
         is_kept[positions] = False
-        leaf.slots = slots[is_kept]
+        self._fill(leaf, slots[is_kept])
         return found
 
     def _append(self, line: Line, run: SlotArray) -> None:
@@ -307,36 +323,78 @@ class SlotLines:
         """Put slots at the end of a leaf that has no stale entries."""
         self._leaf_of[slots] = leaf.number
         self._line_of[slots] = leaf.line.index
-        leaf.slots = np.concatenate((leaf.slots, slots))
-        leaf.resident_count += len(slots)
+        self._fill(leaf, np.concatenate((leaf.slots, slots)))
+        self._counts.residents[leaf.number] += len(slots)
         leaf.line.resident_count += len(slots)
         self._gain(leaf, int(np.count_nonzero(self._is_evictable[slots])))
 
     # Leaves
 
-    def _leaves_of(self, slots: SlotArray) -> list[tuple[Leaf, int]]:
-        """Return the leaves that slots stand in, and how many of them stand in each."""
-        leaves, numbers = self._leaves, self._leaf_of[slots].tolist()
-        if not numbers:
-            return []
-        if numbers.count(numbers[0]) == len(numbers):  # blocks of one request mostly stand together
-            return [(leaves[numbers[0]], len(numbers))]
-        return [(leaves[number], count) for number, count in Counter(numbers).items()]
+    def _fill(self, leaf: Leaf, slots: SlotArray) -> None:
+        """Give a leaf other entries."""
+        leaf.slots = slots
+        self._counts.entries[leaf.number] = len(slots)
+
+    def _lines_of(self, slots: SlotArray) -> Iterator[tuple[Line, int]]:
+        """Yield each line, and how many of `slots` stand in it."""
+        if len(self._lines) == 1:
+            yield self._lines[0], len(slots)
+        else:
+            counts = np.bincount(self._line_of[slots], minlength=len(self._lines)).tolist()
+            yield from zip(self._lines, counts, strict=True)
+
+    def _only_leaf(self, numbers: LeafNumbers) -> Leaf | None:
+        """Return the leaf that has all of some numbers, at least one; blocks of one request mostly stand together."""
+        return self._leaves[numbers.item(0)] if (numbers == numbers[0]).all() else None
+
+    def _gain_each(self, slots: SlotArray) -> None:
+        """Count slots that could be evicted into their leaves."""
+        numbers = self._leaf_of[slots]
+        if not len(numbers):
+            return
+        if leaf := self._only_leaf(numbers):
+            self._gain(leaf, len(numbers))
+            return
+        evictables = self._counts.evictables
+        for number in dict.fromkeys(numbers[evictables[numbers] == 0].tolist()):
+            leaf = self._leaves[number]
+            leaf.line.open_leaves.add(leaf)
+        np.add.at(evictables, numbers, 1)
+        for line, count in self._lines_of(slots):
+            line.evictable_count += count
+
+    def _lose_each(self, slots: SlotArray) -> None:
+        """Count slots that could be evicted out of their leaves."""
+        numbers = self._leaf_of[slots]
+        if not len(numbers):
+            return
+        if leaf := self._only_leaf(numbers):
+            self._lose(leaf, len(numbers))
+            return
+        evictables = self._counts.evictables
+        np.subtract.at(evictables, numbers, 1)
+        for number in dict.fromkeys(numbers[evictables[numbers] == 0].tolist()):
+            leaf = self._leaves[number]
+            leaf.line.open_leaves.discard(leaf)
+        for line, count in self._lines_of(slots):
+            line.evictable_count -= count
 
     def _gain(self, leaf: Leaf, evictable_count: int) -> None:
         """Count slots that could be evicted into a leaf."""
         if evictable_count:
-            if not leaf.evictable_count:
+            evictables = self._counts.evictables
+            if not evictables[leaf.number]:
                 leaf.line.open_leaves.add(leaf)
-            leaf.evictable_count += evictable_count
+            evictables[leaf.number] += evictable_count
             leaf.line.evictable_count += evictable_count
 
     def _lose(self, leaf: Leaf, evictable_count: int) -> None:
         """Count slots that could be evicted out of a leaf."""
         if evictable_count:
-            leaf.evictable_count -= evictable_count
+            evictables = self._counts.evictables
+            evictables[leaf.number] -= evictable_count
             leaf.line.evictable_count -= evictable_count
-            if not leaf.evictable_count:
+            if not evictables[leaf.number]:
                 leaf.line.open_leaves.discard(leaf)
 
     def _new_leaf(self, line: Line, bound: Rank) -> Leaf:
@@ -346,11 +404,12 @@ class SlotLines:
         else:
             leaf = Leaf(len(self._leaves), line, bound)
             self._leaves.append(leaf)
+            self._counts.make_room_for(leaf.number)
         return leaf
 
     def _drop_stale(self, leaf: Leaf) -> None:
-        if len(leaf.slots) > leaf.resident_count:
-            leaf.slots = leaf.slots[self._leaf_of[leaf.slots] == leaf.number]
+        if len(leaf.slots) > self._counts.residents[leaf.number]:
+            self._fill(leaf, leaf.slots[self._leaf_of[leaf.slots] == leaf.number])
 
     def _tidy(self, leaf: Leaf) -> None:
         """Drop stale entries and sort the others, for one who looks at their order."""
@@ -362,9 +421,10 @@ class SlotLines:
     def _split(self, leaf: Leaf) -> None:
         """Cut a leaf that has become too long."""
         self._tidy(leaf)
-        leaf.slots, moved = leaf.slots[:LEAF_SLOTS], leaf.slots[LEAF_SLOTS:]
+        moved = leaf.slots[LEAF_SLOTS:]
+        self._fill(leaf, leaf.slots[:LEAF_SLOTS])
         self._lose(leaf, int(np.count_nonzero(self._is_evictable[moved])))
-        leaf.resident_count -= len(moved)
+        self._counts.residents[leaf.number] -= len(moved)
         leaf.line.resident_count -= len(moved)
         for start in range(0, len(moved), LEAF_SLOTS):
             piece = moved[start : start + LEAF_SLOTS]
@@ -374,11 +434,12 @@ class SlotLines:
 
     def _shrink(self, leaf: Leaf) -> None:
         """Drop an empty leaf, and join a small one with a neighbour, so that their number follows the slots."""
-        if not leaf.resident_count:
+        residents = self._counts.residents
+        if not residents[leaf.number]:
             self._drop_leaf(leaf)
             return
         for left, right in pairwise(leaf.line.leaves.around(leaf)):
-            if left.resident_count + right.resident_count <= LEAF_SLOTS // 2:
+            if residents[left.number] + residents[right.number] <= LEAF_SLOTS // 2:
                 self._join(left, right)
                 return
 
@@ -388,14 +449,14 @@ class SlotLines:
         self._drop_stale(following)
         moved = following.slots
         leaf.is_sorted = leaf.is_sorted and following.is_sorted
-        self._lose(following, following.evictable_count)
-        following.line.resident_count -= following.resident_count
-        following.resident_count = 0
+        self._lose(following, self._counts.evictables.item(following.number))
+        following.line.resident_count -= len(moved)
+        self._counts.residents[following.number] = 0
         self._drop_leaf(following)
         self._place(leaf, moved)
 
     def _drop_leaf(self, leaf: Leaf) -> None:
         """Take an empty leaf out of its line."""
-        leaf.slots = _NO_SLOTS
+        self._fill(leaf, _NO_SLOTS)
         leaf.line.leaves.discard(leaf)
         self._unused_numbers.append(leaf.number)

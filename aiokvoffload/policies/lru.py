@@ -10,7 +10,16 @@ from aiokvoffload.policies.slots import slot_array
 
 
 class LRUPolicy(RankedPolicy):
-    """Evicts by last access."""
+    """Evicts by last access.
+
+    Args:
+        capacity: Number of slots.
+    """
+
+    takes_arrays = True
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, are_ranked_by_tick=True)
 
     def touch(self, slots: Sequence[int], access: Access) -> None:
         """Rank `slots` anew at `access`."""

@@ -21,12 +21,15 @@ class RankedPolicy(CachePolicy):
         capacity: Number of slots.
         line_count: Number of lines; a slot enters line 0.
         first_line: The line that is emptied first, where demoted slots go.
+        are_ranked_by_tick: Whether slots are only ever ranked by the ticks of accesses.
     """
 
-    def __init__(self, capacity: int, line_count: int = 1, first_line: int = 0) -> None:
+    def __init__(
+        self, capacity: int, line_count: int = 1, first_line: int = 0, *, are_ranked_by_tick: bool = False
+    ) -> None:
         super().__init__(capacity)
         self._first_line = first_line
-        self._ranks = Ranks(capacity)
+        self._ranks = Ranks(capacity, are_bases_ticks=are_ranked_by_tick)
         self._lines = SlotLines(self._ranks, capacity, line_count)
         self._is_taken_along = np.zeros(capacity, dtype=np.bool_)
 

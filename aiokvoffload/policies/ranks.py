@@ -26,20 +26,21 @@ class Ranks:
 
     Args:
         capacity: Number of slots.
+        are_bases_ticks: Whether all bases are; others may be of any size, and take longer.
     """
 
     __slots__ = ("_base_of", "_depth_of", "_order_of", "_ranked_count")
 
-    def __init__(self, capacity: int) -> None:
-        # Bases may be of any size, and the garbage collector does not walk an array of objects as it does a list.
-        self._base_of: npt.NDArray[Any] = np.zeros(capacity, dtype=object)
+    def __init__(self, capacity: int, *, are_bases_ticks: bool = False) -> None:
+        # The garbage collector does not walk an array of objects as it does a list.
+        self._base_of: npt.NDArray[Any] = np.zeros(capacity, dtype=np.int64 if are_bases_ticks else object)
         self._depth_of = np.zeros(capacity, dtype=np.int64)
         self._order_of = np.zeros(capacity, dtype=np.int64)
         self._ranked_count = 0
 
     def of(self, slot: int) -> Rank:
         """Return the rank of a slot; the lowest leaves first."""
-        return self._base_of[slot], -self._depth_of.item(slot), self._order_of.item(slot)
+        return self._base_of.item(slot), -self._depth_of.item(slot), self._order_of.item(slot)
 
     def of_each(self, slots: SlotArray) -> list[Rank]:
         """Return the rank of each slot."""
@@ -48,7 +49,7 @@ class Ranks:
 
     def is_first(self, slot: int) -> bool:
         """Return whether a slot was demoted."""
-        return not self._base_of[slot]
+        return not self._base_of.item(slot)
 
     def assign(self, slots: SlotArray, base: int, depths: Sequence[int] | None) -> SlotArray:
         """Rank slots at one base, and return them in the order of their ranks, equals in the order given."""
@@ -75,7 +76,7 @@ class Ranks:
         """Return slots in the order of their ranks."""
         depths, orders = self._depth_of[slots], self._order_of[slots]
         try:
-            return slots[np.lexsort((orders, -depths, self._base_of[slots].astype(np.int64)))]
+            return slots[np.lexsort((orders, -depths, self._base_of[slots].astype(np.int64, copy=False)))]
         except OverflowError:  # a base larger than that
             ranks = self.of_each(slots)
             return slots[sorted(range(len(ranks)), key=ranks.__getitem__)]

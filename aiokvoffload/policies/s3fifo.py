@@ -39,7 +39,7 @@ class S3FIFOPolicy(RankedPolicy):
     """
 
     def __init__(self, capacity: int) -> None:
-        super().__init__(capacity, line_count=3, first_line=_DEMOTED)
+        super().__init__(capacity, line_count=3, first_line=_DEMOTED, are_ranked_by_tick=True)
         self._small_target = max(1, int(_SMALL_SHARE * capacity))
         self._ghosts = History(capacity - int(_SMALL_SHARE * capacity))
         self._key_of = np.empty(capacity, dtype=object)  # a list would be walked through by the garbage collector

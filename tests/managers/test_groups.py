@@ -155,11 +155,11 @@ def test_no_more_is_asked_than_needed() -> None:
     matcher = PrefixMatcher([KVGroup(1, [0]), KVGroup(1, [1], "window", window_tokens=4)])
     asked: list[OffloadKey] = []
 
-    def is_usable(key: OffloadKey) -> bool:
-        asked.append(key)
-        return True
+    def are_usable(keys: Sequence[OffloadKey]) -> list[bool]:
+        asked.extend(keys)
+        return [True] * len(keys)
 
-    assert matcher.boundary(chains(1000, 1000), is_usable, 900) == 1000
+    assert matcher.boundary(chains(1000, 1000), are_usable, 900) == 1000
     assert len(asked) <= 100 + 5
 
 

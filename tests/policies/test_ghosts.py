@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aiokvoffload.key_index import NOT_FOUND
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.policies.ghosts import GhostLists
 from aiokvoffload.testing.policy_contract import count_instructions
@@ -28,14 +30,15 @@ def test_they_are_ordered_dicts(data: st.DataObject) -> None:
             while len(models[index]) > LIMIT:
                 del models[index][next(iter(models[index]))]
         elif call == "remove":
-            ghosts.remove([row for row in ghosts.rows(chosen) if row is not None])
+            rows = ghosts.rows(chosen)
+            ghosts.remove(rows[rows != NOT_FOUND])
             for key, index in known.items():
                 del models[index][key]
         elif call == "renew":
             seen_at = tick - data.draw(st.integers(0, 1))
-            for key, row in zip(chosen, ghosts.rows(chosen), strict=True):
-                assert (row is not None) == (key in known)
-                if row is None:
+            for key, row in zip(chosen, ghosts.rows(chosen).tolist(), strict=True):
+                assert (row != NOT_FOUND) == (key in known)
+                if row == NOT_FOUND:
                     continue
                 model = models[known[key]]
                 assert ghosts.list_of(row) == known[key]
@@ -48,7 +51,7 @@ def test_they_are_ordered_dicts(data: st.DataObject) -> None:
             models = [{}, {}]
         assert [list(ghosts.keys_in(index)) for index in (0, 1)] == [list(model) for model in models]
         assert ghosts.counts == [len(model) for model in models]
-        assert [row is not None for row in ghosts.rows(keys)] == [any(key in model for model in models) for key in keys]
+        assert (ghosts.rows(keys) != NOT_FOUND).tolist() == [any(key in model for model in models) for key in keys]
 
 
 def test_forgetting_and_clearing_cost_the_same_however_much_is_kept() -> None:
@@ -58,4 +61,6 @@ def test_forgetting_and_clearing_cost_the_same_however_much_is_kept() -> None:
         new = make_keys(*range(limit, limit + 100))
         return count_instructions(lambda: ghosts.add(0, new)), count_instructions(ghosts.clear)
 
-    assert costs(5_000) == costs(500)
+    (few_add, few_clear), (many_add, many_clear) = costs(500), costs(5_000)
+    assert many_add == pytest.approx(few_add, rel=0.1)  # another key now and then finds its cell taken
+    assert many_clear == few_clear

@@ -48,17 +48,20 @@ class RankedLines(RankedPolicy):
 
 
 def check_leaves(policy: RankedPolicy) -> None:
+    counts = policy._lines._counts
     for line in policy._lines:
-        assert list(line.open_leaves) == [leaf for leaf in line.leaves if leaf.evictable_count]
+        numbers = [leaf.number for leaf in line.leaves]
+        assert list(line.open_leaves) == [leaf for leaf in line.leaves if counts.evictables[leaf.number]]
         bounds = [leaf.bound for leaf in line.leaves]
         assert bounds == sorted(bounds)
         for leaf in line.leaves:
             live = [slot for slot in leaf.slots if policy._lines._leaf_of[slot] == leaf.number]
-            assert len(live) == leaf.resident_count > 0
-            assert sum(policy._lines._is_evictable[slot] for slot in live) == leaf.evictable_count
+            assert len(live) == counts.residents[leaf.number] > 0
+            assert len(leaf.slots) == counts.entries[leaf.number]
+            assert sum(policy._lines._is_evictable[slot] for slot in live) == counts.evictables[leaf.number]
             assert len(leaf.slots) <= 2 * LEAF_SLOTS
-        assert sum(leaf.resident_count for leaf in line.leaves) == line.resident_count
-        assert sum(leaf.evictable_count for leaf in line.leaves) == line.evictable_count
+        assert counts.residents[numbers].sum() == line.resident_count
+        assert counts.evictables[numbers].sum() == line.evictable_count
 
 
 @st.composite
