@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.policies.base import Access, CachePolicy
+from aiokvoffload.policies.slots import slot_array
 from aiokvoffload.testing.strategies import accesses, key_batches, make_keys
 
 _Answer = TypeVar("_Answer")
@@ -428,6 +429,19 @@ class PolicyContract(ABC):
 
         check()
 
+    def test_arrays_of_slots_are_as_good_as_lists(self) -> None:
+        """Where a policy says that it takes them."""
+
+        @CONTRACT_SETTINGS
+        @given(st.data())
+        def check(data: st.DataObject) -> None:
+            policy, of_arrays = self.make_policy(8), self.make_policy(8)
+            batch = slot_array if policy.takes_arrays else list
+            calls = [*_CALLS, "take_along", "rescue", "end_session"]
+            _play(_Both(policy, of_arrays, batch), data, lambda: _assert_same_order(policy, of_arrays), calls=calls)
+
+        check()
+
     @pytest.mark.parametrize("kind", ["held", "pinned", "protected"])
     def test_costs_follow_the_batch(self, kind: str) -> None:
         """Not what else is held, pinned or protected by earlier calls: counted in instructions."""
@@ -473,58 +487,68 @@ def play_beside(
     """
 
     def check_both() -> None:
-        assert order_of(policy) == order_of(other)
+        _assert_same_order(policy, other)
         check()
 
     _play(_Both(policy, other), data, check_both)
 
 
+def _assert_same_order(policy: CachePolicy, other: CachePolicy) -> None:
+    assert order_of(policy) == order_of(other)
+
+
 class _Both(CachePolicy):
     """Makes each call on two policies."""
 
-    def __init__(self, policy: CachePolicy, other: CachePolicy) -> None:
+    def __init__(
+        self, policy: CachePolicy, other: CachePolicy, batch: Callable[[Collection[int]], Any] = lambda slots: slots
+    ) -> None:
         super().__init__(policy.capacity)
         self._policies = (policy, other)
+        self._calls: tuple[tuple[CachePolicy, Callable[[Collection[int]], Any]], ...] = (
+            (policy, lambda slots: slots),
+            (other, batch),
+        )
 
     @property
     def evictable_count(self) -> int:
         return self._same([policy.evictable_count for policy in self._policies])
 
     def insert(self, slots: Sequence[int], keys: Sequence[OffloadKey], access: Access) -> None:
-        for policy in self._policies:
-            policy.insert(slots, keys, access)
+        for policy, batch in self._calls:
+            policy.insert(batch(slots), keys, access)
 
     def touch(self, slots: Sequence[int], access: Access) -> None:
-        for policy in self._policies:
-            policy.touch(slots, access)
+        for policy, batch in self._calls:
+            policy.touch(batch(slots), access)
 
     def miss(self, keys: Sequence[OffloadKey], access: Access) -> None:
         for policy in self._policies:
             policy.miss(keys, access)
 
     def pin(self, slots: Collection[int]) -> None:
-        for policy in self._policies:
-            policy.pin(slots)
+        for policy, batch in self._calls:
+            policy.pin(batch(slots))
 
     def unpin(self, slots: Collection[int]) -> None:
-        for policy in self._policies:
-            policy.unpin(slots)
+        for policy, batch in self._calls:
+            policy.unpin(batch(slots))
 
     def demote(self, slots: Sequence[int]) -> None:
-        for policy in self._policies:
-            policy.demote(slots)
+        for policy, batch in self._calls:
+            policy.demote(batch(slots))
 
     def take_along(self, slots: Sequence[int]) -> None:
-        for policy in self._policies:
-            policy.take_along(slots)
+        for policy, batch in self._calls:
+            policy.take_along(batch(slots))
 
     def rescue(self, slots: Sequence[int], access: Access) -> None:
-        for policy in self._policies:
-            policy.rescue(slots, access)
+        for policy, batch in self._calls:
+            policy.rescue(batch(slots), access)
 
     def end_session(self, slots: Sequence[int]) -> None:
-        for policy in self._policies:
-            policy.end_session(slots)
+        for policy, batch in self._calls:
+            policy.end_session(batch(slots))
 
     def coldest(self, count: int) -> list[int]:
         return self._same([policy.coldest(count) for policy in self._policies])
@@ -533,8 +557,8 @@ class _Both(CachePolicy):
         return self._same([policy.evict(count, protected) for policy in self._policies])
 
     def remove(self, slots: Collection[int]) -> None:
-        for policy in self._policies:
-            policy.remove(slots)
+        for policy, batch in self._calls:
+            policy.remove(batch(slots))
 
     def clear(self) -> None:
         for policy in self._policies:
