@@ -7,6 +7,10 @@ import sys
 
 def main() -> int:
     """Run the command line and return its exit status."""
+    from aiokvoffload.cli.interrupts import leave_when_interrupted
+
+    leave_when_interrupted()  # before the imports that take long
+
     from aiokvoffload.cli.main import run
 
     return run()

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from aiokvoffload.cli.arguments import PROGRAM, exit_with_mistake, parse_arguments
+from aiokvoffload.cli.interrupts import answer_interrupt, interrupts_raised, is_interrupt
 from aiokvoffload.cli.options import ReplayOptions
-from aiokvoffload.cli.report import write_report
-from aiokvoffload.errors import ConfigurationError, RankLostError, TraceError
-
-_INTERRUPTED = 130
+from aiokvoffload.cli.report import ReplayReport, write_report
+from aiokvoffload.errors import ConfigurationError, OffloadError, TraceError
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: 0 well, 1 a wrong byte or order, 2 a mistake, 130 Ctrl-C."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    """Run the command line and return its exit status.
+
+    0 well, 1 a wrong byte or order, or an error of the library, which is one sentence; 2 a mistake, 130 Ctrl-C.
+    """
+    try:
+        return _run(sys.argv[1:] if arguments is None else arguments)
+    except (KeyboardInterrupt, BaseExceptionGroup) as exc:
+        if not is_interrupt(exc):
+            raise
+        return answer_interrupt()
+
+
+def _run(arguments: Sequence[str]) -> int:
     try:
         if arguments[:1] == ["bench"]:
             from aiokvoffload.cli.bench.command import run_bench
@@ -24,30 +34,19 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if arguments[:1] == ["tier"]:
             from aiokvoffload.cli.tier import run_tier
 
-            return run_tier(arguments[1:])
+            with interrupts_raised():
+                return run_tier(arguments[1:])
         options = parse_arguments(arguments)
         if options.sweep is not None:
             return _sweep(options)
-        if options.workers is not None:
-            from aiokvoffload.cli.replay_workers import replay_workers
-
-            report = replay_workers(options)
-        elif options.with_data:
-            from aiokvoffload.cli.replay import replay
-
+        replay = _replay_of(options)
+        with interrupts_raised():
             report = replay(options)
-        else:
-            from aiokvoffload.cli.bookkeeping import simulate
-
-            report = simulate(options)
     except (ConfigurationError, TraceError) as exc:
         exit_with_mistake(str(exc))
-    except RankLostError as exc:
+    except OffloadError as exc:
         print(f"{PROGRAM}: {exc}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return _INTERRUPTED
     if options.json_output:
         print(report.to_json())
     else:
@@ -55,14 +54,30 @@ def run(arguments: Sequence[str] | None = None) -> int:
     return 0 if report.is_faultless else 1
 
 
+def _replay_of(options: ReplayOptions) -> Callable[[ReplayOptions], ReplayReport]:
+    """Return what replays in the way that was asked for, imported."""
+    if options.workers is not None:
+        from aiokvoffload.cli.replay_workers import replay_workers
+
+        return replay_workers
+    if options.with_data:
+        from aiokvoffload.cli.replay import replay
+
+        return replay
+    from aiokvoffload.cli.bookkeeping import simulate
+
+    return simulate
+
+
 def _sweep(options: ReplayOptions) -> int:
     from aiokvoffload.cli.sweep import sweep
 
-    found = sweep(options)
-    if options.json_output:
-        print(found.to_json())
-    else:
-        found.write_table(sys.stdout)
-    if options.sweep is not None and options.sweep.plot is not None:
-        found.plot(options.sweep.plot)
+    with interrupts_raised():
+        found = sweep(options)
+        if options.json_output:
+            print(found.to_json())
+        else:
+            found.write_table(sys.stdout)
+        if options.sweep is not None and options.sweep.plot is not None:
+            found.plot(options.sweep.plot)
     return 0

@@ -75,7 +75,7 @@ def join_offloader(
         timeout_seconds: How long to wait for the scheduler and the other ranks.
         prepare_seconds: How long to wait then until all have prepared their part of the memory.
         drain_seconds: How long leaving waits for copies under way.
-        on_progress: Hears how far the preparation of device and memory has come.
+        on_progress: Called while the engine begins, and hears how far device and memory are; what it raises ends that.
         directory: Where sockets are, the same for all processes.
         clock: Where deadlines are read.
 
@@ -98,7 +98,7 @@ def join_offloader(
     slots = SlotLayout(caches, block_size_factor)
     with ExitStack() as stack:
         used_device, stream = open_device(caches, device, compute_stream, stack)
-        admission = Admission(engine_id, rank, clock, timeout_seconds, directory)
+        admission = Admission(engine_id, rank, clock, timeout_seconds, directory, on_progress)
         with ExitStack() as unfinished:
             unfinished.push(partial(_give_up, admission))
             welcome = admission.ask(

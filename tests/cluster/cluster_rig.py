@@ -49,14 +49,15 @@ class Rank:
     def __init__(self, number: int, *, block_count: int = 16, page_bytes: int = PAGE_BYTES, **options: Any) -> None:
         self.number = number
         self.layers = [torch.zeros((block_count, page_bytes), dtype=torch.uint8) for _ in range(LAYER_COUNT)]
-        self.options = {
+        self.options: dict[str, Any] = {}
+        self.use(ManualDevice())
+        self.options |= {
             "engine_id": ENGINE,
             "rank": number,
             "block_tokens": BLOCK_TOKENS,
             "timeout_seconds": PATIENCE_SECONDS,
             **options,
         }
-        self.use(ManualDevice())
         self.error: BaseException | None = None
         self._port: WorkerPort | None = None
         self._context: AbstractContextManager[WorkerPort] | None = None

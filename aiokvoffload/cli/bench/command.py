@@ -20,6 +20,7 @@ from aiokvoffload.cli.bench.rounds import BenchSize
 from aiokvoffload.cli.bench.tables import to_markdown, to_text
 from aiokvoffload.cli.bench.tier import add_tier_bench, run_tier_bench
 from aiokvoffload.cli.figures import check_plot
+from aiokvoffload.cli.interrupts import interrupts_raised
 from aiokvoffload.errors import ConfigurationError
 
 DEFAULT_POLICIES = ("lru", "arc")
@@ -94,7 +95,8 @@ def _run_manager(options: argparse.Namespace) -> None:
     ]
     if options.plot is not None:
         check_plot(options.plot)
-    findings = measure_managers(options.policy, sizes, is_compared=options.compare)
+    with interrupts_raised():
+        findings = measure_managers(options.policy, sizes, is_compared=options.compare)
     _show(options, findings.to_text(), *findings.to_dicts())
     _plot(options, findings)
 
@@ -102,7 +104,8 @@ def _run_manager(options: argparse.Namespace) -> None:
 def _run_transfers(options: argparse.Namespace) -> None:
     from aiokvoffload.cli.bench.transfers import QUICK, USUAL, measure_transfers
 
-    cost = measure_transfers(QUICK if options.quick else USUAL)
+    with interrupts_raised():
+        cost = measure_transfers(QUICK if options.quick else USUAL)
     _show(options, to_text(cost.tables()), cost.to_dict())
 
 
@@ -112,13 +115,15 @@ def _run_path(options: argparse.Namespace) -> None:
     size = QUICK if options.quick else USUAL
     if options.blocks:
         size = replace(size, block_counts=tuple(sorted(options.blocks)))
-    cost = measure_path(replace(size, policy=options.policy) if options.policy else size)
+    with interrupts_raised():
+        cost = measure_path(replace(size, policy=options.policy) if options.policy else size)
     _show(options, to_text(cost.tables()), cost.to_dict())
 
 
 def _run_tier(options: argparse.Namespace) -> None:
     try:
-        run_tier_bench(options)
+        with interrupts_raised():
+            run_tier_bench(options)
     except OSError as exc:
         raise ConfigurationError(str(exc)) from exc
 
@@ -131,11 +136,12 @@ def _run_all(options: argparse.Namespace) -> None:
         check_page(options.write, SECTIONS)
     if options.plot is not None:
         check_plot(options.plot)
-    # First, because memory that others have freed would hide what it takes.
-    path = whole_path.measure_path(whole_path.QUICK if options.quick else whole_path.USUAL)
     policies, sizes = (DEFAULT_POLICIES, _QUICK_SIZES) if options.quick else (ALL_POLICIES, _SIZES)
-    managers = measure_managers(policies, sizes, is_compared=options.compare)
-    transfers = copies.measure_transfers(copies.QUICK if options.quick else copies.USUAL)
+    with interrupts_raised():
+        # First, because memory that others have freed would hide what it takes.
+        path = whole_path.measure_path(whole_path.QUICK if options.quick else whole_path.USUAL)
+        managers = measure_managers(policies, sizes, is_compared=options.compare)
+        transfers = copies.measure_transfers(copies.QUICK if options.quick else copies.USUAL)
     text = "\n".join([managers.to_text(), to_text(transfers.tables()), to_text(path.tables())])
     _show(options, text, *managers.to_dicts(), transfers.to_dict(), path.to_dict())
     _plot(options, managers)

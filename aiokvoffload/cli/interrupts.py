@@ -1,0 +1,56 @@
+"""Ctrl-C: answered by one word and exit status 130, whatever goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+INTERRUPTED = 130
+_WORD = "interrupted"
+
+
+def leave_when_interrupted() -> None:
+    """Let an interrupt end this process on the spot from now on, but for what `interrupts_raised` surrounds.
+
+    That is for all that holds nothing to give back, imports above all: an exception in the middle of one comes out as
+    any other, or not at all. Where interrupts are ignored, as of a command in the background, they stay so.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+
+
+@contextmanager
+def interrupts_raised() -> Iterator[None]:
+    """Let an interrupt raise `KeyboardInterrupt` inside, so that what is held there is given back."""
+    if signal.getsignal(signal.SIGINT) is not _leave:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, _leave)
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Return whether an error is an interrupt, maybe in a group, as task groups raise it."""
+    if isinstance(error, BaseExceptionGroup):
+        return error.subgroup(KeyboardInterrupt) is not None
+    return isinstance(error, KeyboardInterrupt)
+
+
+def answer_interrupt() -> int:
+    """Say the word, and return the exit status."""
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # once is enough
+    print(_WORD, file=sys.stderr)
+    return INTERRUPTED
+
+
+def _leave(_signal: int, _frame: FrameType | None) -> None:
+    os.write(2, f"{_WORD}\n".encode())
+    os._exit(INTERRUPTED)
