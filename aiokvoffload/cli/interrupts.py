@@ -23,13 +23,25 @@ def leave_when_interrupted() -> None:
         signal.signal(signal.SIGINT, _leave)
 
 
+def ignore_interrupts() -> None:
+    """Let an interrupt change nothing any more: all is said and given back."""
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 @contextmanager
-def interrupts_raised() -> Iterator[None]:
-    """Let an interrupt raise `KeyboardInterrupt` inside, so that what is held there is given back."""
+def interrupts_raised(*, amid_coroutines: bool = False) -> Iterator[None]:
+    """Let an interrupt raise `KeyboardInterrupt` inside, so that what is held there is given back.
+
+    Args:
+        amid_coroutines: Also in a coroutine that computes for seconds, where an event loop would wait for it to
+            suspend and cancel it then; for loops with a single task.
+    """
     if signal.getsignal(signal.SIGINT) is not _leave:
         yield
         return
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A loop takes the place of the usual handler only.
+    signal.signal(signal.SIGINT, _raise if amid_coroutines else signal.default_int_handler)
     try:
         yield
     finally:
@@ -45,10 +57,13 @@ def is_interrupt(error: BaseException) -> bool:
 
 def answer_interrupt() -> int:
     """Say the word, and return the exit status."""
-    if signal.getsignal(signal.SIGINT) is _leave:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # once is enough
+    ignore_interrupts()  # once is enough
     print(_WORD, file=sys.stderr)
     return INTERRUPTED
+
+
+def _raise(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def _leave(_signal: int, _frame: FrameType | None) -> None:

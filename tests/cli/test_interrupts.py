@@ -15,7 +15,7 @@ import pytest
 from cluster_rig import Cluster
 from offloader_rig import on_both_loops, settle
 
-from aiokvoffload.cli.interrupts import interrupts_raised, is_interrupt, leave_when_interrupted
+from aiokvoffload.cli.interrupts import ignore_interrupts, interrupts_raised, is_interrupt, leave_when_interrupted
 from aiokvoffload.cli.rank_process import Step
 from aiokvoffload.cli.replay_workers import RankProcesses, Stepper
 from aiokvoffload.cluster.places import meeting_directory
@@ -167,6 +167,33 @@ def test_interrupts_are_raised_where_there_is_something_to_give_back() -> None:
     with pytest.raises(KeyboardInterrupt), interrupts_raised():
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is leaving
+
+
+@pytest.mark.usefixtures("handler")
+def test_a_coroutine_that_never_suspends_is_interrupted_where_that_is_asked_for() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    leave_when_interrupted()
+    is_over = False
+
+    async def compute() -> None:
+        nonlocal is_over
+        signal.raise_signal(signal.SIGINT)
+        is_over = True
+
+    with pytest.raises(KeyboardInterrupt), interrupts_raised(amid_coroutines=True):
+        anyio.run(compute)
+    assert not is_over
+    with pytest.raises(KeyboardInterrupt), interrupts_raised():
+        anyio.run(compute)
+    assert is_over
+
+
+@pytest.mark.usefixtures("handler")
+def test_nothing_is_said_once_all_is_over() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    leave_when_interrupted()
+    ignore_interrupts()
+    signal.raise_signal(signal.SIGINT)
 
 
 def test_an_interrupt_is_found_in_a_group() -> None:
