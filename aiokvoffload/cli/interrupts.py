@@ -11,13 +11,15 @@ from types import FrameType
 
 INTERRUPTED = 130
 _WORD = "interrupted"
+_CLEAR_LINE_AND_SHOW_CURSOR = "\r\x1b[K\x1b[?25h"
 
 
 def leave_when_interrupted() -> None:
     """Let an interrupt end this process on the spot from now on, but for what `interrupts_raised` surrounds.
 
-    That is for all that holds nothing to give back, imports above all: an exception in the middle of one comes out as
-    any other, or not at all. Where interrupts are ignored, as of a command in the background, they stay so.
+    That is for all that holds nothing to give back: imports, where an exception comes out as any other or not at all;
+    and what only computes, which an event loop would let go on until it suspends. Where interrupts are ignored, as of a
+    command in the background, they stay so.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
@@ -30,18 +32,12 @@ def ignore_interrupts() -> None:
 
 
 @contextmanager
-def interrupts_raised(*, amid_coroutines: bool = False) -> Iterator[None]:
-    """Let an interrupt raise `KeyboardInterrupt` inside, so that what is held there is given back.
-
-    Args:
-        amid_coroutines: Also in a coroutine that computes for seconds, where an event loop would wait for it to
-            suspend and cancel it then; for loops with a single task.
-    """
+def interrupts_raised() -> Iterator[None]:
+    """Let an interrupt raise `KeyboardInterrupt` inside, or cancel an event loop; so what is held is given back."""
     if signal.getsignal(signal.SIGINT) is not _leave:
         yield
         return
-    # A loop takes the place of the usual handler only.
-    signal.signal(signal.SIGINT, _raise if amid_coroutines else signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
@@ -62,10 +58,7 @@ def answer_interrupt() -> int:
     return INTERRUPTED
 
 
-def _raise(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
 def _leave(_signal: int, _frame: FrameType | None) -> None:
-    os.write(2, f"{_WORD}\n".encode())
+    tidy = _CLEAR_LINE_AND_SHOW_CURSOR if os.isatty(2) else ""  # a progress bar has hidden it
+    os.write(2, f"{tidy}{_WORD}\n".encode())
     os._exit(INTERRUPTED)

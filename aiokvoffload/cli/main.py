@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from aiokvoffload.cli.arguments import PROGRAM, exit_with_mistake, parse_arguments
 from aiokvoffload.cli.interrupts import answer_interrupt, interrupts_raised, is_interrupt
@@ -34,13 +35,12 @@ def _run(arguments: Sequence[str]) -> int:
         if arguments[:1] == ["tier"]:
             from aiokvoffload.cli.tier import run_tier
 
-            with interrupts_raised():
-                return run_tier(arguments[1:])
+            return run_tier(arguments[1:])
         options = parse_arguments(arguments)
         if options.sweep is not None:
             return _sweep(options)
         replay = _replay_of(options)
-        with interrupts_raised():
+        with interrupts_raised() if options.with_data else nullcontext():
             report = replay(options)
     except (ConfigurationError, TraceError) as exc:
         exit_with_mistake(str(exc))
@@ -72,12 +72,11 @@ def _replay_of(options: ReplayOptions) -> Callable[[ReplayOptions], ReplayReport
 def _sweep(options: ReplayOptions) -> int:
     from aiokvoffload.cli.sweep import sweep
 
-    with interrupts_raised():
-        found = sweep(options)
-        if options.json_output:
-            print(found.to_json())
-        else:
-            found.write_table(sys.stdout)
-        if options.sweep is not None and options.sweep.plot is not None:
-            found.plot(options.sweep.plot)
+    found = sweep(options)
+    if options.json_output:
+        print(found.to_json())
+    else:
+        found.write_table(sys.stdout)
+    if options.sweep is not None and options.sweep.plot is not None:
+        found.plot(options.sweep.plot)
     return 0

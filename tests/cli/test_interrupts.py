@@ -170,25 +170,6 @@ def test_interrupts_are_raised_where_there_is_something_to_give_back() -> None:
 
 
 @pytest.mark.usefixtures("handler")
-def test_a_coroutine_that_never_suspends_is_interrupted_where_that_is_asked_for() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    leave_when_interrupted()
-    is_over = False
-
-    async def compute() -> None:
-        nonlocal is_over
-        signal.raise_signal(signal.SIGINT)
-        is_over = True
-
-    with pytest.raises(KeyboardInterrupt), interrupts_raised(amid_coroutines=True):
-        anyio.run(compute)
-    assert not is_over
-    with pytest.raises(KeyboardInterrupt), interrupts_raised():
-        anyio.run(compute)
-    assert is_over
-
-
-@pytest.mark.usefixtures("handler")
 def test_nothing_is_said_once_all_is_over() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     leave_when_interrupted()

@@ -95,8 +95,7 @@ def _run_manager(options: argparse.Namespace) -> None:
     ]
     if options.plot is not None:
         check_plot(options.plot)
-    with interrupts_raised(amid_coroutines=True):
-        findings = measure_managers(options.policy, sizes, is_compared=options.compare)
+    findings = measure_managers(options.policy, sizes, is_compared=options.compare)
     _show(options, findings.to_text(), *findings.to_dicts())
     _plot(options, findings)
 
@@ -140,8 +139,7 @@ def _run_all(options: argparse.Namespace) -> None:
     with interrupts_raised():
         # First, because memory that others have freed would hide what it takes.
         path = whole_path.measure_path(whole_path.QUICK if options.quick else whole_path.USUAL)
-    with interrupts_raised(amid_coroutines=True):
-        managers = measure_managers(policies, sizes, is_compared=options.compare)
+    managers = measure_managers(policies, sizes, is_compared=options.compare)
     with interrupts_raised():
         transfers = copies.measure_transfers(copies.QUICK if options.quick else copies.USUAL)
     text = "\n".join([managers.to_text(), to_text(transfers.tables()), to_text(path.tables())])
