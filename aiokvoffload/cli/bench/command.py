@@ -60,7 +60,9 @@ def _parser() -> argparse.ArgumentParser:
     manager.add_argument("--policy", metavar="NAME", nargs="+", default=DEFAULT_POLICIES, help="default: lru arc")
     manager.add_argument("--batch", metavar="N", type=_positive, nargs="+", help="keys of a call (default 128)")
     manager.add_argument("--calls", metavar="N", type=_positive, help="calls of each operation (default 300)")
-    add("transfers", _run_transfers, "copies on the host device, and how soon whoever waits for one goes on")
+    transfers = add(
+        "transfers", _run_transfers, "copies on the host device, and how soon whoever waits for one goes on"
+    )
     path = add("path", _run_path, "the whole path with bytes, and 1,000 requests at once")
     path.add_argument("--blocks", metavar="N", type=_positive, nargs="+", help="CPU blocks (default 10000 1000000)")
     path.add_argument("--policy", metavar="NAME", help="default: lru")
@@ -71,8 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     everything.add_argument(
         "--write", metavar="PAGE", type=Path, help="put the tables into a page that has marks for them"
     )
-    for command in (manager, everything):
+    for command in (manager, transfers, everything):
         command.add_argument("--plot", metavar="FILE", type=Path, help="draw the speeds, such as into speeds.png")
+    for command in (manager, everything):
         command.add_argument(
             "--compare",
             action=argparse.BooleanOptionalAction,
@@ -103,9 +106,13 @@ def _run_manager(options: argparse.Namespace) -> None:
 def _run_transfers(options: argparse.Namespace) -> None:
     from aiokvoffload.cli.bench.transfers import QUICK, USUAL, measure_transfers
 
+    if options.plot is not None:
+        check_plot(options.plot)
     with interrupts_raised():
         cost = measure_transfers(QUICK if options.quick else USUAL)
     _show(options, to_text(cost.tables()), cost.to_dict())
+    if options.plot is not None:
+        cost.plot(options.plot)
 
 
 def _run_path(options: argparse.Namespace) -> None:
