@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -18,7 +19,8 @@ from aiokvoffload.devices.cuda_driver import CudaDriver
 from aiokvoffload.devices.cuda_streams import CudaStream
 
 SOURCE = Path(__file__).parent / "standin" / "standin_cuda.c"
-NVIDIA_HEADERS = Path("/usr/local/cuda/include")
+NVIDIA_HEADERS = Path(os.environ.get("CUDA_INCLUDE", "/usr/local/cuda/include"))
+"""Where NVIDIA's `cuda.h` is, of a toolkit or of the package `nvidia-cuda-runtime`."""
 SEMAPHORE_BYTES = 64
 
 Fate = Callable[[CopyPlan], CopyPlan]
