@@ -127,7 +127,7 @@ class OffloadingWorker(TransferWorker):
         """Return how much may be sent now ahead of what is queued; None for as much as there is."""
         if any(queue[0].passed_over_count >= MAX_PASSED_OVER for queue in self._queued.values() if queue):
             return 0
-        return max(0, self._in_flight_limit - self._counted_bytes) if self.in_flight_bytes else None
+        return max(0, self._in_flight_limit - self.in_flight_bytes) if self.in_flight_bytes else None
 
     def blocks_with_queued_loads(self, gpu_blocks: Iterable[int]) -> set[int]:
         """Return those GPU blocks that a load will fill which is not sent yet."""
