@@ -45,11 +45,13 @@ class CopyCost:
     Attributes:
         kind: Which way.
         gigabytes_per_second: By the device's clock, of all directions together.
+        share_of_contiguous: The same as a share of one copy of as many bytes each way, made just before.
         submission_ns_per_copy: Of the thread that submits, for each copy that the device is handed.
     """
 
     kind: CopyKind
     gigabytes_per_second: float
+    share_of_contiguous: float
     submission_ns_per_copy: float
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,24 +76,26 @@ def kinds_of(copied_bytes: int) -> Iterator[CopyKind]:
 
 
 def measure_copies(copied_bytes: int, turns: int) -> tuple[CopyCost, ...]:
-    """Copy in every kind of way, in turns, so that other load on the machine meets all of them."""
-    kinds = list(kinds_of(copied_bytes))
-    speeds: dict[CopyKind, list[float]] = {kind: [] for kind in kinds}
-    submissions: dict[CopyKind, list[float]] = {kind: [] for kind in kinds}
+    """Copy in every kind of way, in turns, and in one copy before each, so that other load meets all of them alike."""
+    found: dict[CopyKind, list[tuple[float, float, float]]] = {kind: [] for kind in kinds_of(copied_bytes)}
     with _HostMemory(copied_bytes) as memory:
         for _ in range(turns):
-            for kind in kinds:
-                gigabytes_per_second, submission_ns = memory.copy(kind)
-                speeds[kind].append(gigabytes_per_second)
-                submissions[kind].append(submission_ns)
-    return tuple(
-        CopyCost(
-            kind=kind,
-            gigabytes_per_second=median(speeds[kind]),
-            submission_ns_per_copy=median(submissions[kind]),
+            for kind, figures in found.items():
+                contiguous, _ = memory.copy(CopyKind(page_bytes=None, ways=kind.ways))
+                speed, submission_ns = memory.copy(kind)
+                figures.append((speed, speed / contiguous, submission_ns))
+    costs = []
+    for kind, figures in found.items():
+        speed, share, submission_ns = map(median, zip(*figures, strict=True))
+        costs.append(
+            CopyCost(
+                kind=kind,
+                gigabytes_per_second=speed,
+                share_of_contiguous=share,
+                submission_ns_per_copy=submission_ns,
+            )
         )
-        for kind in kinds
-    )
+    return tuple(costs)
 
 
 class _HostMemory:

@@ -92,20 +92,13 @@ class TransferCost:
         return {
             "bench": "transfers",
             "size": asdict(self.size),
-            "copies": [
-                {**cost.to_dict(), "share_of_contiguous": self.share_of_contiguous(cost.kind)} for cost in self.copies
-            ],
+            "copies": [cost.to_dict() for cost in self.copies],
             "waits": [asdict(waits) for waits in self.waits],
         }
 
-    def speed(self, kind: CopyKind) -> float | None:
-        """Return the gigabytes per second of a kind of copies, if it was measured."""
-        return next((cost.gigabytes_per_second for cost in self.copies if cost.kind == kind), None)
-
-    def share_of_contiguous(self, kind: CopyKind) -> float:
-        """Return the speed of a kind that was measured, as a share of one copy of as many bytes the same way."""
-        speed, contiguous = self.speed(kind), self.speed(CopyKind(page_bytes=None, ways=kind.ways))
-        return speed / contiguous if speed and contiguous else 0.0
+    def cost_of(self, kind: CopyKind) -> CopyCost | None:
+        """Return what a kind of copies took, if it was measured."""
+        return next((cost for cost in self.copies if cost.kind == kind), None)
 
     def tables(self) -> list[Table]:
         """Return the figures for people."""
@@ -121,12 +114,12 @@ class TransferCost:
         panel = figure.subplots()
         pages = [page for page in PAGE_BYTES if page <= self.size.copied_bytes]
         for name, variant in _VARIANTS.items():
-            drawn = [(page, speed) for page in pages if (speed := self.speed(variant(page))) is not None]
+            drawn = [(page, cost.gigabytes_per_second) for page in pages if (cost := self.cost_of(variant(page)))]
             panel.plot([page for page, _ in drawn], [speed for _, speed in drawn], label=name, marker=".")
         for name, ways in _WAYS.items():
-            panel.axhline(
-                self.speed(CopyKind(page_bytes=None, ways=ways)), linestyle=":", color="grey", label=f"one copy, {name}"
-            )
+            if contiguous := self.cost_of(CopyKind(page_bytes=None, ways=ways)):
+                speed = contiguous.gigabytes_per_second
+                panel.axhline(speed, linestyle=":", color="grey", label=f"one copy, {name}")
         panel.set(xscale="log", ylim=(0, None), xlabel="bytes of a page", ylabel="GB/s")
         panel.set_xticks(pages, labels=[_size_name(page) for page in pages])
         panel.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
@@ -140,25 +133,18 @@ class TransferCost:
             if any(cost.kind.page_bytes == page for cost in self.copies)
         ]
         rows.append(self._row("one copy", None))
-        columns = ("pages of", *_VARIANTS, "store of one copy", "load of one copy", "ns per copy to submit")
+        shares = (f"{name}, of one copy" for name in list(_VARIANTS)[:_SHARE_COUNT])
+        columns = ("pages of", *_VARIANTS, *shares, "ns to submit a copy")
         title = f"{_size_name(self.size.copied_bytes)} in pages, each to a random place, GB/s"
         return Table(title, columns, rows)
 
     def _row(self, name: str, page_bytes: int | None) -> tuple[str, ...]:
-        speeds = [self.speed(variant(page_bytes)) for variant in _VARIANTS.values()]
-        shares = [
-            self.share_of_contiguous(CopyKind(page_bytes=page_bytes, ways=ways)) for ways in list(_WAYS.values())[:2]
-        ]
-        submission = next(
-            cost.submission_ns_per_copy
-            for cost in self.copies
-            if cost.kind == CopyKind(page_bytes=page_bytes, ways=(Direction.STORE,))
-        )
+        costs = [self.cost_of(variant(page_bytes)) for variant in _VARIANTS.values()]
         return (
             name,
-            *("" if speed is None else f"{speed:.2f}" for speed in speeds),
-            *(f"{share:.0%}" for share in shares),
-            f"{submission:,.0f}",
+            *(f"{cost.gigabytes_per_second:.2f}" if cost else "" for cost in costs),
+            *(f"{cost.share_of_contiguous:.0%}" if cost else "" for cost in costs[:_SHARE_COUNT]),
+            f"{costs[0].submission_ns_per_copy:,.0f}" if costs[0] else "",
         )
 
     def _waits_table(self) -> Table:
@@ -188,6 +174,8 @@ _VARIANTS: dict[str, Callable[[int | None], CopyKind]] = {
         page_bytes=page, ways=(Direction.STORE,), run_pages=RUN_PAGES
     ),
 }
+_SHARE_COUNT = 3
+"""The first of the variants, which are also shown as shares of one copy."""
 USUAL = TransfersSize()
 QUICK = TransfersSize(copied_bytes=1 << 20, turns=1, transfers=5)
 
