@@ -87,6 +87,27 @@ def test_an_interrupt_is_left_to_the_parent_and_who_does_not_go_is_killed() -> N
         os.kill(pid, 0)
 
 
+FIRST_CHILD = """
+import signal
+from aiokvoffload.cli.children import ChildProcess
+def tell(pipe):
+    pipe.send(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set()))
+if __name__ == "__main__":
+    child = ChildProcess("the child", tell)
+    print("blocked there:", child.receive())
+    print("blocked here:", signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set()))
+    child.end(60.0)
+"""
+
+
+def test_the_first_child_of_a_process_too_is_started_with_interrupts_blocked(tmp_path: Path) -> None:
+    script = tmp_path / "first.py"
+    script.write_text(FIRST_CHILD)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout == "blocked there: True\nblocked here: False\n"
+
+
 def test_a_rank_that_joins_as_its_scheduler_leaves_ends_with_one_sentence(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

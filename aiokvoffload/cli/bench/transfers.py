@@ -113,13 +113,15 @@ class TransferCost:
         figure = require_matplotlib()(figsize=(8, 5), layout="constrained")
         panel = figure.subplots()
         pages = [page for page in PAGE_BYTES if page <= self.size.copied_bytes]
-        for name, variant in _VARIANTS.items():
+        for number, (name, variant) in enumerate(_VARIANTS.items()):
             drawn = [(page, cost.gigabytes_per_second) for page in pages if (cost := self.cost_of(variant(page)))]
-            panel.plot([page for page, _ in drawn], [speed for _, speed in drawn], label=name, marker=".")
-        for name, ways in _WAYS.items():
+            panel.plot(
+                [page for page, _ in drawn], [speed for _, speed in drawn], label=name, color=f"C{number}", marker="."
+            )
+        for number, (name, ways) in enumerate(_WAYS.items()):
             if contiguous := self.cost_of(CopyKind(page_bytes=None, ways=ways)):
                 speed = contiguous.gigabytes_per_second
-                panel.axhline(speed, linestyle=":", color="grey", label=f"one copy, {name}")
+                panel.axhline(speed, linestyle=":", color=f"C{number}", label=f"one copy, {name}")
         panel.set(xscale="log", ylim=(0, None), xlabel="bytes of a page", ylabel="GB/s")
         panel.set_xticks(pages, labels=[_size_name(page) for page in pages])
         panel.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
