@@ -21,7 +21,7 @@ from aiokvoffload.memory.base import HostMemory
 from aiokvoffload.memory.pinned import PinnedMemory
 from aiokvoffload.registry import Registry, nearest_name
 from aiokvoffload.specs import check_placement
-from aiokvoffload.transfers.assembly import build_worker
+from aiokvoffload.transfers.assembly import build_worker, prepare_device
 from aiokvoffload.transfers.pointers import SlotLayout
 from aiokvoffload.transfers.worker import OffloadingWorker
 
@@ -197,6 +197,7 @@ class CPUOffloadingSpec(OffloadingSpec):
             check_copies(device, kv_caches.device)
             memory = PinnedMemory(self.block_count, layout.slot_bytes, device)
             parts.callback(memory.close)
+            prepare_device(layout, device)
             memory.prepare()
             worker = build_worker(layout, memory, device, self.clock)
             self.device, self.memory = device, memory

@@ -134,10 +134,8 @@ class ReplayOptions:
             raise ConfigurationError("without data there are no bytes to corrupt")
         if self.workers is not None and not self.with_data:
             raise ConfigurationError("without data there is nothing for workers to do")
-        if self.workers is not None and (
-            self.placement == "exclusive" or self.engines > 1 or self.restart_after is not None
-        ):
-            raise ConfigurationError("workers replay one engine with inclusive placement, from start to end")
+        if self.workers is not None:
+            self._check_workers()
         if self.tiers and not self.with_data:
             raise ConfigurationError("without data there is nothing to put into a tier")
         if not self.tiers and (self.cascade == "wait" or self.engines > 1):
@@ -146,6 +144,14 @@ class ReplayOptions:
             raise ConfigurationError("a sweep moves no bytes; replay without data")
         if self.sweep is not None and self.gpu_blocks is not None:
             raise ConfigurationError("a sweep has no GPU level; leave --gpu-blocks out")
+
+    def _check_workers(self) -> None:
+        if self.placement == "exclusive":
+            raise ConfigurationError("workers replay with inclusive placement only; leave --placement exclusive out")
+        if self.engines > 1:
+            raise ConfigurationError("workers belong to one engine; leave --engines or --workers out")
+        if self.restart_after is not None:
+            raise ConfigurationError("workers replay from start to end; leave --restart-after out")
 
     @property
     def block_bytes(self) -> int:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import random
-import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from aiokvoffload.cli.children import is_alone
 from aiokvoffload.cli.gpu import SimulatedGpu
 from aiokvoffload.cli.options import ReplayOptions
 from aiokvoffload.cli.trace import TRACE_BLOCK_TOKENS
 from aiokvoffload.cluster import WorkerPort, join_offloader
 from aiokvoffload.devices.base import CopyPlan, SimulatedDevice, Stream
 from aiokvoffload.devices.host import HostDevice
+from aiokvoffload.errors import StateError
 from aiokvoffload.kv_caches import CanonicalKVCaches
+from aiokvoffload.memory.base import PreparationProgress
 from aiokvoffload.testing.order import OrderChecker
 
 JOIN_SECONDS = 120.0
@@ -93,9 +95,12 @@ class RankProcess:
         self._gpu = SimulatedGpu(options, block_count, self.device)
 
     @classmethod
-    def main(cls, options: ReplayOptions, block_count: int, engine_id: str, rank: int, pipe: Connection) -> None:
-        """Be that process."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the scheduler is told too, and ends this process
+    def work(cls, options: ReplayOptions, block_count: int, engine_id: str, rank: int, pipe: Connection) -> None:
+        """Be that process.
+
+        Raises:
+            OffloadError: The rank could not join, or its engine has ended on the way.
+        """
         cls(options, block_count, engine_id, rank, pipe).run()
 
     def make_device(self) -> SimulatedDevice:
@@ -114,6 +119,7 @@ class RankProcess:
             compute_stream=self._gpu.compute_stream,
             block_size_factor=self.options.block_size_factor,
             timeout_seconds=JOIN_SECONDS,
+            on_progress=self._check_wanted,
         ) as port:
             if isinstance(self.device, OrderChecker):
                 memory = port.memory
@@ -132,6 +138,11 @@ class RankProcess:
                 self._pipe.send(report)
             self._next_step()
         self.device.close()
+
+    def _check_wanted(self, _progress: PreparationProgress) -> None:
+        """Refuse to join an engine whose scheduler has left."""
+        if is_alone(self._pipe):
+            raise StateError(f"rank {self.rank}: the replay has ended before it has begun")
 
     def _next_step(self) -> Step | None:
         """Return the next message; None at the end, and once the scheduler has gone."""
@@ -162,7 +173,3 @@ class RankProcess:
             self._gpu.mismatch_count,
             self.device.violation_count if isinstance(self.device, OrderChecker) else None,
         )
-
-
-def _marked(blocks: dict[int, bytes], mark: bytes) -> dict[int, bytes]:
-    return {block: mark + block_hash for block, block_hash in blocks.items()}

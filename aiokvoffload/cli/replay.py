@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import partial, reduce
-from multiprocessing import get_context
+from functools import reduce
+from multiprocessing.connection import Connection
 
 import anyio
 
+from aiokvoffload.cli.children import ChildProcess
 from aiokvoffload.cli.gpu import BlockPool, Corruption, SimulatedGpu
 from aiokvoffload.cli.options import ReplayOptions, require_room
 from aiokvoffload.cli.prefix_cache import Grant, PrefixCache
@@ -27,6 +27,7 @@ from aiokvoffload.specs import LookupResult, ReqContext
 from aiokvoffload.testing.order import OrderChecker
 
 _STALL_INTERVAL_SECONDS = 0.002
+_END_SECONDS = 30.0
 
 
 class Replay:
@@ -182,13 +183,30 @@ def replay(options: ReplayOptions) -> ReplayReport:
     Raises:
         TraceError: The trace cannot be read.
         ConfigurationError: The policy is unknown, or a request needs more GPU blocks than there are.
+        RankLostError: The process of an engine has ended.
     """
     requests = requests_of(options)
-    if options.engines == 1:
-        return _replay(options, requests)
-    shares = [requests[engine :: options.engines] for engine in range(options.engines)]
-    with ProcessPoolExecutor(options.engines, mp_context=get_context("spawn")) as processes:
-        return reduce(ReplayReport.joined, processes.map(partial(_replay, options), shares))
+    return _replay(options, requests) if options.engines == 1 else _replay_engines(options, requests)
+
+
+def _replay_engines(options: ReplayOptions, requests: Sequence[TraceRequest]) -> ReplayReport:
+    """Replay requests in several engines, each in a process of its own; none outlives an error or an interrupt."""
+    engines: list[ChildProcess] = []
+    patience_seconds = 0.0
+    try:
+        engines.extend(ChildProcess(f"engine {number}", _be_engine, options) for number in range(options.engines))
+        for number, engine in enumerate(engines):
+            engine.send(requests[number :: options.engines])
+        reports: list[ReplayReport] = [engine.receive() for engine in engines]
+        patience_seconds = _END_SECONDS
+    finally:
+        for engine in engines:
+            engine.end(patience_seconds)
+    return reduce(ReplayReport.joined, reports)
+
+
+def _be_engine(options: ReplayOptions, pipe: Connection) -> None:
+    pipe.send(_replay(options, pipe.recv()))
 
 
 def _replay(options: ReplayOptions, requests: Sequence[TraceRequest]) -> ReplayReport:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import secrets
-import signal
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 
 import anyio
 
+from aiokvoffload.cli.children import ChildProcess
 from aiokvoffload.cli.gpu import BlockPool, Corruption
 from aiokvoffload.cli.options import ReplayOptions, require_room
 from aiokvoffload.cli.prefix_cache import PrefixCache
@@ -45,24 +42,17 @@ class RankProcesses:
     def __init__(
         self, options: ReplayOptions, block_count: int, engine_id: str, rank_class: type[RankProcess] = RankProcess
     ) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self.pipes: list[Connection] = []
-        self._processes: list[SpawnProcess] = []
-        for rank in range(options.workers or 1):
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(
-                target=rank_class.main, args=(options, block_count, engine_id, rank, theirs), name=f"rank {rank}"
-            )
-            process.daemon = True
-            # An interrupt from the terminal reaches all processes; the ranks leave it to this one from the start.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
-                process.start()
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            theirs.close()
-            self.pipes.append(ours)
-            self._processes.append(process)
+        self._processes: list[ChildProcess] = []
+        try:
+            for rank in range(options.workers or 1):
+                arguments = (options, block_count, engine_id, rank)
+                self._processes.append(ChildProcess(f"rank {rank}", rank_class.work, *arguments))
+        except BaseException:
+            self.end()
+            raise
+
+    def __len__(self) -> int:
+        return len(self._processes)
 
     def check_alive(self, _progress: PreparationProgress | None = None) -> None:
         """Refuse to go on without one of them.
@@ -71,8 +61,7 @@ class RankProcesses:
             RankLostError: One has ended.
         """
         for process in self._processes:
-            if process.exitcode is not None:
-                raise RankLostError(f"{process.name} has ended with status {process.exitcode}; see its error above")
+            process.check()
 
     def send(self, step: Step | None) -> None:
         """Send a message to all of them; blocks while their pipes are full.
@@ -80,12 +69,8 @@ class RankProcesses:
         Raises:
             RankLostError: One has ended.
         """
-        for pipe in self.pipes:
-            try:
-                pipe.send(step)
-            except OSError as exc:
-                self.check_alive()
-                raise RankLostError(f"a rank does not read its messages any more: {exc}") from exc
+        for process in self._processes:
+            process.send(step)
 
     def reports(self) -> list[RankReport]:
         """End the steps, and return what all of them have found.
@@ -94,20 +79,13 @@ class RankProcesses:
             RankLostError: One has ended without saying so.
         """
         self.send(None)
-        try:
-            return [pipe.recv() for pipe in self.pipes]
-        except EOFError as exc:
-            raise RankLostError("a rank has ended without a report; see its error above") from exc
+        return [process.receive() for process in self._processes]
 
     def end(self) -> None:
         """Let them leave, and wait for them; kill those that do not go."""
-        for pipe in self.pipes:
-            pipe.close()
         for process in self._processes:
-            process.join(_END_SECONDS)
-            if process.exitcode is None:
-                process.kill()
-                process.join()
+            process.end(_END_SECONDS)
+        self._processes.clear()
 
 
 class Stepper:
@@ -206,7 +184,7 @@ class WorkersReplay:
                 on_progress=ranks.check_alive,
                 clock=self._clock,
                 engine_id=engine_id,
-                world_size=len(ranks.pipes),
+                world_size=len(ranks),
             ) as offloader:
                 meter = LoopStallMeter(self._clock, interval_seconds=_STALL_INTERVAL_SECONDS)
                 async with meter, anyio.create_task_group() as background:
@@ -311,8 +289,12 @@ def _first(group: BaseExceptionGroup[RankLostError]) -> RankLostError:
     return _first(first) if isinstance(first, BaseExceptionGroup) else first
 
 
-def replay_workers(options: ReplayOptions) -> ReplayReport:
+def replay_workers(options: ReplayOptions, *, rank_class: type[RankProcess] = RankProcess) -> ReplayReport:
     """Replay requests with several worker processes, in an event loop of its own.
+
+    Args:
+        options: What to replay, and how.
+        rank_class: What the ranks run.
 
     Raises:
         TraceError: The trace cannot be read.
@@ -322,6 +304,6 @@ def replay_workers(options: ReplayOptions) -> ReplayReport:
     requests = requests_of(options)
 
     async def main() -> ReplayReport:
-        return await WorkersReplay(options, requests).run()
+        return await WorkersReplay(options, requests, rank_class).run()
 
     return anyio.run(main, backend=options.backend)

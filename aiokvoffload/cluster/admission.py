@@ -10,12 +10,13 @@ from aiokvoffload.cluster.messages import FrameError, Join, Leaving, Message, Re
 from aiokvoffload.cluster.peer import Peer, connect
 from aiokvoffload.cluster.places import meeting_directory, socket_path
 from aiokvoffload.errors import ConfigurationError, StateError
-from aiokvoffload.memory.base import PreparationProgress, Report
+from aiokvoffload.memory.base import PreparationProgress, PreparationStep, Report, ignore_progress
 
 _LOOK_SECONDS = 0.02
 """How often it is looked whether the scheduler listens."""
 _CHECK_SECONDS = 0.5
 """How often it is looked whether the scheduler is alive; its end is heard at once."""
+_NOT_IN = PreparationProgress(PreparationStep.WAITING, 0, 1)
 
 
 class Admission:
@@ -27,6 +28,7 @@ class Admission:
         clock: Where the deadline is read.
         timeout_seconds: How long to wait for the scheduler and the other ranks.
         directory: Where sockets are; see `meeting_directory`.
+        report: Called while it waits; what it raises ends that.
 
     Attributes:
         scheduler: The process that decides.
@@ -37,11 +39,18 @@ class Admission:
     """
 
     def __init__(
-        self, engine_id: str, rank: int, clock: Clock, timeout_seconds: float, directory: Path | None = None
+        self,
+        engine_id: str,
+        rank: int,
+        clock: Clock,
+        timeout_seconds: float,
+        directory: Path | None = None,
+        report: Report = ignore_progress,
     ) -> None:
         self._name = f"rank {rank} of engine {engine_id!r}"
         self._clock = clock
         self._timeout_seconds = timeout_seconds
+        self._report = report
         self._deadline = clock.now() + timeout_seconds
         path = socket_path(meeting_directory(directory), engine_id)
         while (found := connect(path)) is None:
@@ -51,6 +60,7 @@ class Admission:
                     f"open_offloader(..., engine_id={engine_id!r}, world_size=...) does, and all ranks of an engine "
                     "run on one host"
                 )
+            report(_NOT_IN)
             clock.pause(_LOOK_SECONDS)
         self.scheduler: Peer = found
 
@@ -72,6 +82,7 @@ class Admission:
                     f"{self._name}: the engine has not started within {self._timeout_seconds:g} s; "
                     "its scheduler knows which ranks are missing"
                 )
+            self._report(_NOT_IN)
             select.select([self.scheduler.connection], [], [], min(left, _CHECK_SECONDS))
 
     def guard(self, report: Report) -> Report:

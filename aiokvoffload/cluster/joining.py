@@ -22,7 +22,7 @@ from aiokvoffload.memory.base import Report, ignore_progress
 from aiokvoffload.memory.preparation import PreparationOptions
 from aiokvoffload.memory.region_shape import RegionShape
 from aiokvoffload.memory.shared import SharedOffloadRegion
-from aiokvoffload.transfers.assembly import build_worker, open_device
+from aiokvoffload.transfers.assembly import build_worker, open_device, prepare_device
 from aiokvoffload.transfers.pointers import SlotLayout
 from aiokvoffload.transfers.worker import IN_FLIGHT_BYTES, STREAMS_PER_DIRECTION
 
@@ -75,7 +75,7 @@ def join_offloader(
         timeout_seconds: How long to wait for the scheduler and the other ranks.
         prepare_seconds: How long to wait then until all have prepared their part of the memory.
         drain_seconds: How long leaving waits for copies under way.
-        on_progress: Hears how far the preparation of the memory has come.
+        on_progress: Called while the engine begins, and hears how far device and memory are; what it raises ends that.
         directory: Where sockets are, the same for all processes.
         clock: Where deadlines are read.
 
@@ -86,6 +86,7 @@ def join_offloader(
         ConfigurationError: This rank does not fit the engine; the message names both values.
         StateError: The scheduler or a rank has not come in time, or has gone again.
         LayoutError: The tensors cannot be viewed as blocks.
+        DeviceError: The device cannot be used any more.
         BlocksInFlightError: On exit: copies are still under way.
     """
     clock = clock or SystemClock()
@@ -97,7 +98,7 @@ def join_offloader(
     slots = SlotLayout(caches, block_size_factor)
     with ExitStack() as stack:
         used_device, stream = open_device(caches, device, compute_stream, stack)
-        admission = Admission(engine_id, rank, clock, timeout_seconds, directory)
+        admission = Admission(engine_id, rank, clock, timeout_seconds, directory, on_progress)
         with ExitStack() as unfinished:
             unfinished.push(partial(_give_up, admission))
             welcome = admission.ask(
@@ -111,6 +112,8 @@ def join_offloader(
                     boot_id=boot_id(),
                 )
             )
+            report = admission.guard(on_progress)
+            prepare_device(slots, used_device, report)
             memory = SharedOffloadRegion(
                 welcome.engine,
                 RegionShape(
@@ -138,7 +141,7 @@ def join_offloader(
                 streams_per_direction=streams_per_direction,
                 in_flight_bytes=in_flight_bytes,
             )
-            memory.prepare(admission.guard(on_progress))
+            memory.prepare(report)
             port = WorkerPort(
                 admission.scheduler,
                 welcome.engine,

@@ -1,7 +1,8 @@
 """The device contract: streams of work in order, events between them, batched copies.
 
 A device is what holds the engine's KV blocks. Nothing above this package knows which one it is. All calls
-are made by the thread that owns the offloader, except that host memory may be pinned by any; doorbells ring from any.
+are made by the thread that owns the offloader, except that any may prepare the device, or pin host memory; doorbells
+ring from any.
 """
 
 from __future__ import annotations
@@ -81,6 +82,14 @@ class CopyPlan:
             raise DeviceError("every copy of a plan needs two addresses and a byte count above 0")
 
 
+Proceed = Callable[[int, int], object]
+"""Hears for how many bytes of how many a device is prepared, in the thread that does it; what it raises ends that."""
+
+
+def ignore_bytes(_done_bytes: int, _total_bytes: int) -> None:
+    """Do nothing."""
+
+
 class Device(ABC):
     """Streams, events and batched copies of one kind of hardware.
 
@@ -97,8 +106,22 @@ class Device(ABC):
         """Return a new device for tensors on the one that torch gives this number, if it numbers them."""
         return cls()
 
-    def prepare(self, page_bytes: Collection[int]) -> None:
-        """Get ready for copies of pages of these sizes, which may take a second; called once, before the first."""
+    def prepares_at_once(self, page_bytes: Collection[int]) -> bool:
+        """Return whether there is nothing to do in `prepare` that takes any time."""
+        return True
+
+    def prepare(self, page_bytes: Collection[int], proceed: Proceed = ignore_bytes) -> None:
+        """Get ready for copies of pages of these sizes, which may take seconds; before the first, from any thread.
+
+        Nothing of it goes on when it has returned or raised.
+
+        Args:
+            page_bytes: The sizes.
+            proceed: Called often; see `Proceed`.
+
+        Raises:
+            DeviceError: The device cannot be used any more.
+        """
 
     @abstractmethod
     def create_stream(self, name: str) -> Stream:

@@ -15,14 +15,13 @@ import mmap
 import threading
 import time
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack
 from functools import partial
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aiokvoffload.devices.base import CopyPlan, Device, Direction, Event, Stream
+from aiokvoffload.devices.base import CopyPlan, Device, Direction, Event, Proceed, Stream, ignore_bytes
 from aiokvoffload.devices.bookkeeping import PinnedRanges
 from aiokvoffload.devices.cuda_calibration import SCRATCH_BYTES, SIZES, Calibration
 from aiokvoffload.devices.cuda_copy import MOST_DESCRIPTORS, BatchCopier, Copier, LoopCopier, SourceOrder
@@ -78,14 +77,17 @@ class CudaDevice(Device):
         self._sees_host_addresses = self._driver.can_use_host_pointer(self._device)
         # Where the GPU has other addresses for host memory, the batched copy is known to fault.
         is_batched = self._driver.batched_copy is not None and self._sees_host_addresses
+        self._most_descriptors = most_descriptors
         self._engine: Copier = BatchCopier(self._driver, most_descriptors) if is_batched else LoopCopier(self._driver)
         self._kernel = kernel
         self._kernel_up_to_bytes = kernel_up_to_bytes
         self._is_prepared = False
+        self._preparing = threading.Lock()
         self.kernel_limits: Mapping[Direction, int] = dict.fromkeys(Direction, kernel_up_to_bytes or 0)
         self._pinned = PinnedRanges()
         self._streams: dict[int, CudaStream] = {}
         self._events = EventPool(self._driver)
+        self._scratch: list[tuple[int, NDArray[np.uint8]]] = []
         self._is_closed = False
         self._context = self._driver.retain_primary_context(self._device)
 
@@ -94,19 +96,31 @@ class CudaDevice(Device):
         """Return a device for tensors on GPU `index`."""
         return cls(index or 0)
 
-    def prepare(self, page_bytes: Collection[int]) -> None:
-        """Find out up to which size a kernel copies faster than the copy engines; once, for about a second."""
-        self._check_open()
+    def prepares_at_once(self, page_bytes: Collection[int]) -> bool:
+        """Return whether a kernel was looked for before, or is of no use."""
         is_of_use = self._kernel_up_to_bytes != 0 and self._sees_host_addresses
-        if self._is_prepared or not is_of_use or not page_bytes or min(page_bytes) > max(SIZES):
-            return
-        self._is_prepared = True
-        self._kernel = self._kernel or _find_kernel(self.ordinal)
-        if self._kernel is not None and self._kernel_up_to_bytes is None:
-            try:
-                self.kernel_limits = self._calibrate(self._kernel)
-            except (DeviceError, PartialCopyError) as exc:
-                _logger.warning("small copies go by the copy engines: %s", exc)
+        return self._is_prepared or not is_of_use or not page_bytes or min(page_bytes) > max(SIZES)
+
+    def prepare(self, page_bytes: Collection[int], proceed: Proceed = ignore_bytes) -> None:
+        """Find out up to which size a kernel copies faster than the copy engines; once, for about a second.
+
+        A kernel that fails is not used.
+
+        Raises:
+            DeviceError: It has broken the GPU's context, or found it broken.
+        """
+        self._check_open()
+        with self._preparing:
+            if self.prepares_at_once(page_bytes):
+                return
+            kernel = self._kernel or _find_kernel(self.ordinal)
+            if kernel is not None and self._kernel_up_to_bytes is None:
+                try:
+                    self.kernel_limits = self._calibrate(kernel, proceed)
+                except (DeviceError, PartialCopyError) as exc:
+                    self._check_context()
+                    _logger.warning("small copies go by the copy engines: %s", exc)
+            self._kernel, self._is_prepared = kernel, True
 
     def current_context(self) -> CurrentContext:
         """Return what makes the context of this GPU current in the calling thread while it is entered."""
@@ -290,19 +304,49 @@ class CudaDevice(Device):
                     break
                 stream.batches.popleft()
 
-    def _calibrate(self, kernel: Copier) -> Mapping[Direction, int]:
-        put_by_engine, put_by_kernel = (partial(self._put, copier) for copier in (self._engine, kernel))
-        host: NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, SCRATCH_BYTES), np.uint8)
-        with self.current_context(), ExitStack() as stack:
-            self.pin(host.ctypes.data, SCRATCH_BYTES)
-            stack.callback(self.unpin, host.ctypes.data)
-            address = self._driver.allocate(SCRATCH_BYTES)
-            stack.callback(self._driver.call, "cuMemFree_v2", address)
-            try:
-                return Calibration(self, put_by_engine, put_by_kernel, address, host).kernel_limits()
-            finally:
-                if not self._drain(self._close_timeout_seconds):
-                    stack.pop_all()  # trials that are still under way keep their memory
+    # Preparation
+
+    def _calibrate(self, kernel: Copier, proceed: Proceed) -> Mapping[Direction, int]:
+        trials = self._device_for_trials()
+        put_by_engine, put_by_kernel = (partial(trials._put, copier) for copier in (trials._engine, kernel))
+        try:
+            device_address, host = trials._take_scratch(SCRATCH_BYTES)
+            return Calibration(trials, put_by_engine, put_by_kernel, device_address, host).kernel_limits(proceed)
+        finally:
+            trials.close()
+
+    def _device_for_trials(self) -> CudaDevice:
+        """Return the same GPU once more: so the streams of this one stay with the thread that owns it."""
+        return CudaDevice(
+            self.ordinal,
+            driver=self._driver,
+            most_descriptors=self._most_descriptors,
+            kernel_up_to_bytes=0,
+            close_timeout_seconds=self._close_timeout_seconds,
+        )
+
+    def _take_scratch(self, byte_count: int) -> tuple[int, NDArray[np.uint8]]:
+        """Return the address of GPU memory, and pinned host memory; both until the device has been given back."""
+        host: NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, byte_count), np.uint8)
+        self.pin(host.ctypes.data, byte_count)
+        with self.current_context():
+            self._scratch.append((self._driver.allocate(byte_count), host))
+        return self._scratch[-1]
+
+    def _check_context(self) -> None:
+        """Ask the driver for the least of things, after a kernel has failed.
+
+        Raises:
+            DeviceError: Nothing can be done on the GPU any more.
+        """
+        try:
+            with self.current_context():
+                self._driver.call("cuEventDestroy_v2", self._driver.create_event())
+        except CudaError as exc:
+            raise DeviceError(
+                f"GPU {self.ordinal} was found broken when a kernel for small copies was tried, which may have done "
+                f"it: {exc}; CudaDevice({self.ordinal}, kernel_up_to_bytes=0) tries none"
+            ) from exc
 
     # Events
 
@@ -361,6 +405,7 @@ class CudaDevice(Device):
         calls = [("cuMemHostUnregister", address) for address in self._pinned.addresses]
         calls += [("cuStreamDestroy_v2", stream.handle) for stream in self._streams.values() if stream.adopted is None]
         calls += [("cuEventDestroy_v2", handle) for handle in self._events.handles]
+        calls += [("cuMemFree_v2", address) for address, _ in self._scratch]
         self._pinned.clear()
         self._streams.clear()
         errors = []
@@ -374,6 +419,7 @@ class CudaDevice(Device):
             self._driver.release_primary_context(self._device)
         except CudaError as exc:  # at the end of the process the driver may have gone before
             errors.append(exc)
+        self._scratch.clear()
         if errors:
             _logger.warning("not everything on GPU %d could be given back: %s", self.ordinal, errors[0])
 

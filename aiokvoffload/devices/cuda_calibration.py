@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from aiokvoffload.devices.base import CopyPlan, Device, Direction, Stream
+from aiokvoffload.devices.base import CopyPlan, Device, Direction, Proceed, Stream, ignore_bytes
 from aiokvoffload.errors import DeviceError
 
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10)
 """Bytes per copy that are tried."""
 SCRATCH_BYTES = 8 << 20
+TOTAL_BYTES = SCRATCH_BYTES * len(SIZES) * len(Direction)
+"""What is tried at most, each size in each direction counted once."""
 
 _MOST_COPIES = 512
 _TRIALS = 3
@@ -45,15 +47,19 @@ class Calibration:
         self._host = host
         self._stream = device.create_stream("calibration")
 
-    def kernel_limits(self) -> Mapping[Direction, int]:
+    def kernel_limits(self, proceed: Proceed = ignore_bytes) -> Mapping[Direction, int]:
         """Return the bytes per copy up to which the kernel is clearly faster; 0 if it never is.
+
+        Args:
+            proceed: Called before each size.
 
         Raises:
             DeviceError: The kernel fails, or copies wrong bytes.
         """
         limits = dict.fromkeys(Direction, 0)
-        for direction in Direction:
-            for size in SIZES:
+        for tried, direction in enumerate(Direction):
+            for index, size in enumerate(SIZES):
+                proceed(SCRATCH_BYTES * (tried * len(SIZES) + index), TOTAL_BYTES)
                 self._check_kernel(direction, size)
                 kernel, engine = (
                     self._seconds(put, direction, size) for put in (self._put_by_kernel, self._put_by_engine)
@@ -61,6 +67,7 @@ class Calibration:
                 if not is_clearly_faster(kernel, engine):
                     break
                 limits[direction] = size
+        proceed(TOTAL_BYTES, TOTAL_BYTES)
         return limits
 
     def _check_kernel(self, direction: Direction, size: int) -> None:

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 
 class PreparationStep(Enum):
-    """What memory is being prepared by."""
+    """What is being prepared, or waited for."""
 
+    CALIBRATING = "trying ways of copying"
     POPULATING = "populating"
     REGISTERING = "registering"
     WAITING = "waiting for other processes"
@@ -21,11 +22,11 @@ class PreparationStep(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PreparationProgress:
-    """How far the preparation of memory has come.
+    """How far the preparation of memory and device has come.
 
     Attributes:
         step: What is being done.
-        done_bytes: For how many bytes it is done.
+        done_bytes: For how many bytes it is done; while an engine begins, how many of its ranks have come.
         total_bytes: For how many it will be.
     """
 

@@ -64,7 +64,7 @@ class OffloaderContext:
         self._sync_offloader: SyncOffloader | None = None
 
     async def __aenter__(self) -> Offloader:
-        """Open in the running event loop; the memory is prepared in a thread, in which ranks are waited for too.
+        """Open in the running event loop; memory and device are prepared in a thread, and ranks waited for in one.
 
         Cancelled, it stops that soon, and leaves nothing mapped or registered.
 
@@ -79,7 +79,7 @@ class OffloaderContext:
                 report = self._gathering.guard(report)
             parts = make_parts()
             unfinished.callback(parts.close)
-            await prepare_in_thread(parts.memory, report)
+            await prepare_in_thread(parts, report)
             self._offloader = Offloader(parts)
             unfinished.pop_all()
         return self._offloader
@@ -112,7 +112,7 @@ class OffloaderContext:
                 report = self._gathering.guard(report)
             parts = make_parts()
             unfinished.callback(parts.close)
-            parts.memory.prepare(report)
+            parts.prepare(report)
             self._sync_offloader = SyncOffloader(parts)
             unfinished.pop_all()
         return self._sync_offloader
@@ -191,7 +191,8 @@ def open_offloader(
         in_flight_bytes: How much may be with the device at a time; what is over that waits in the queue.
         numa_node: Where CPU memory is taken from first; see `numa_node_of_pci_device`.
         deadlines: How long anything may take.
-        on_progress: Hears how far the CPU memory is, in the thread that prepares it; what it raises ends the opening.
+        on_progress: Hears how far CPU memory and device are, in the thread that prepares them; what it raises ends the
+            opening.
         clock: Where deadlines are read.
         engine_id: Opens the scheduler of an engine whose bytes are moved by its ranks: processes that name the same
             engine in `join_offloader`, where they also name device and streams. Entering waits for all of them.
@@ -205,6 +206,7 @@ def open_offloader(
         ConfigurationError: A value cannot work, such as memory too small for one block, or ranks do not agree; mostly
             on entry.
         LayoutError: The tensors cannot be viewed as blocks; mostly on entry.
+        DeviceError: On entry: the device cannot be used any more.
         StateError: On entry: a rank has not joined in time, or has gone again.
     """
     if engine_id is None:

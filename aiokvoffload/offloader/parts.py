@@ -16,7 +16,7 @@ from aiokvoffload.managers.cpu import CPUOffloadingManager
 from aiokvoffload.managers.reuse import with_reuse_filter
 from aiokvoffload.managers.tier_plan import TierPlan
 from aiokvoffload.managers.tiered import TieredOffloadingManager
-from aiokvoffload.memory.base import HostMemory
+from aiokvoffload.memory.base import HostMemory, Report, ignore_progress
 from aiokvoffload.memory.pinned import PinnedMemory
 from aiokvoffload.memory.preparation import PreparationOptions
 from aiokvoffload.offloader.deadlines import Deadlines
@@ -25,7 +25,7 @@ from aiokvoffload.policies.base import CachePolicy
 from aiokvoffload.specs import Placement, check_placement
 from aiokvoffload.tiers.base import Tier
 from aiokvoffload.tiers.opening import open_tier
-from aiokvoffload.transfers.assembly import build_worker, open_device
+from aiokvoffload.transfers.assembly import build_worker, open_device, prepare_device, prepares_at_once
 from aiokvoffload.transfers.base import TransferWorker
 from aiokvoffload.transfers.pointers import SlotLayout
 from aiokvoffload.transfers.worker import IN_FLIGHT_BYTES, STREAMS_PER_DIRECTION
@@ -64,6 +64,15 @@ class Parts:
     placement: Placement = "inclusive"
     tiers: tuple[Tier, ...] = ()
 
+    @property
+    def prepares_at_once(self) -> bool:
+        """Whether `prepare` takes no time; see `HostMemory.prepares_at_once`."""
+        return self.memory.prepares_at_once
+
+    def prepare(self, report: Report = ignore_progress) -> None:
+        """Get everything ready for copies; see `HostMemory.prepare`."""
+        self.memory.prepare(report)
+
     def close(self, *, has_copies_under_way: bool = False) -> None:
         """Give everything back; memory that copies still touch stays mapped until they let go of it."""
         for tier in self.tiers:
@@ -86,6 +95,21 @@ class LocalParts(Parts):
 
     layout: SlotLayout
     device: Device
+
+    @property
+    def prepares_at_once(self) -> bool:
+        """Whether `prepare` takes no time, of memory and device."""
+        return self.memory.prepares_at_once and prepares_at_once(self.layout, self.device)
+
+    def prepare(self, report: Report = ignore_progress) -> None:
+        """Get memory and device ready for copies.
+
+        Raises:
+            ConfigurationError: The machine cannot give that much memory.
+            DeviceError: The device cannot be used any more.
+        """
+        prepare_device(self.layout, self.device, report)
+        self.memory.prepare(report)
 
 
 class SlotViews:
@@ -134,7 +158,7 @@ def build_parts(
     tiers: Sequence[TierChoice] = (),
     recompute_tokens_per_second: float | None = None,
 ) -> LocalParts:
-    """Build what an offloader is made of, its memory not yet prepared; arguments as in `open_offloader`."""
+    """Build what an offloader is made of, yet to be prepared; arguments as in `open_offloader`."""
     check_placement(placement, block_size_factor)
     if streams_per_direction < 1 or in_flight_bytes < 1:
         raise ConfigurationError(

@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from aiokvoffload.devices.base import CopyPlan, Event, SimulatedDevice, Stream
+from aiokvoffload.devices.base import CopyPlan, Event, Proceed, SimulatedDevice, Stream, ignore_bytes
 from aiokvoffload.errors import DeviceError
 from aiokvoffload.testing.order_clocks import AccessTable, Owner, VectorClock
 from aiokvoffload.testing.order_regions import Accesses, RegionMap
@@ -135,9 +135,13 @@ class OrderChecker(SimulatedDevice):
             time = self._host.tick(label)
             self._note(self._host, self._host.clock, time, read_cells, written_cells)
 
-    def prepare(self, page_bytes: Collection[int]) -> None:
+    def prepares_at_once(self, page_bytes: Collection[int]) -> bool:
+        """Ask the wrapped device."""
+        return self.wrapped.prepares_at_once(page_bytes)
+
+    def prepare(self, page_bytes: Collection[int], proceed: Proceed = ignore_bytes) -> None:
         """Prepare the wrapped device."""
-        self.wrapped.prepare(page_bytes)
+        self.wrapped.prepare(page_bytes, proceed)
 
     def create_stream(self, name: str) -> Stream:
         """Return a new stream of the wrapped device."""

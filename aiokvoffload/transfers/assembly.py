@@ -8,7 +8,7 @@ from aiokvoffload.clock import Clock
 from aiokvoffload.devices.base import DEVICES, Device, Direction, Stream, check_copies, device_for_tensors
 from aiokvoffload.errors import ConfigurationError
 from aiokvoffload.kv_caches import CanonicalKVCaches
-from aiokvoffload.memory.base import HostMemory
+from aiokvoffload.memory.base import HostMemory, PreparationProgress, PreparationStep, Report, ignore_progress
 from aiokvoffload.transfers.device_host import SingleDirectionOffloadingHandler
 from aiokvoffload.transfers.pointers import SlotLayout
 from aiokvoffload.transfers.worker import IN_FLIGHT_BYTES, LANDING_SECONDS, STREAMS_PER_DIRECTION, OffloadingWorker
@@ -45,6 +45,29 @@ def open_device(
     return device, None if compute_stream is None else device.adopt_stream(compute_stream)
 
 
+def prepares_at_once(layout: SlotLayout, device: Device) -> bool:
+    """Return whether `prepare_device` takes no time."""
+    return device.prepares_at_once(_page_bytes(layout))
+
+
+def prepare_device(layout: SlotLayout, device: Device, report: Report = ignore_progress) -> None:
+    """Get a device ready for the copies of a layout, which may take seconds; once, from any thread.
+
+    Raises:
+        DeviceError: The device cannot be used any more.
+    """
+    device.prepare(
+        _page_bytes(layout),
+        lambda done_bytes, total_bytes: report(
+            PreparationProgress(PreparationStep.CALIBRATING, done_bytes, total_bytes)
+        ),
+    )
+
+
+def _page_bytes(layout: SlotLayout) -> set[int]:
+    return {ref.page_bytes for refs in layout.kv_caches.group_refs for ref in refs}
+
+
 def build_worker(
     layout: SlotLayout,
     memory: HostMemory,
@@ -56,8 +79,7 @@ def build_worker(
     streams_per_direction: int = STREAMS_PER_DIRECTION,
     in_flight_bytes: int = IN_FLIGHT_BYTES,
 ) -> OffloadingWorker:
-    """Return the worker that fills and empties slots."""
-    device.prepare({ref.page_bytes for refs in layout.kv_caches.group_refs for ref in refs})
+    """Return the worker that fills and empties slots; memory and device are yet to be prepared."""
     handlers = {
         direction: SingleDirectionOffloadingHandler(direction, layout, memory, device) for direction in Direction
     }

@@ -70,9 +70,13 @@ def compute_sub_block_ptrs(
 def merge_runs(
     sources: Addresses, destinations: Addresses, byte_counts: Addresses, *, pieces: Addresses | None = None
 ) -> tuple[Addresses, Addresses, Addresses]:
-    """Join neighbouring copies that go on where the one before ends, on both sides, and in the same piece."""
+    """Join neighbouring copies that go on where the one before ends, on both sides, and in the same piece.
+
+    Returns:
+        Arrays of their own.
+    """
     if len(sources) < 2:
-        return sources, destinations, byte_counts
+        return sources.copy(), destinations.copy(), byte_counts.copy()
     goes_on = (sources[1:] == sources[:-1] + byte_counts[:-1]) & (
         destinations[1:] == destinations[:-1] + byte_counts[:-1]
     )
@@ -120,6 +124,7 @@ class SlotLayout:
         self.group_slot_bytes = self.shape.group_slot_bytes
         self.slot_bytes = self.shape.slot_bytes
         self._pages = [self._group_pages(group) for group in range(len(kv_caches.group_refs))]
+        self._columns: Addresses = np.empty((3, 0), dtype=np.int64)
         self._places_per_slot = block_size_factor * len(self._pages)
 
     def places(self, gpu_spec: GPULoadStoreSpec, cpu_spec: CPULoadStoreSpec) -> dict[int, Places]:
@@ -174,14 +179,19 @@ class SlotLayout:
         """
         self._check_range("GPU block", gpu_spec.block_ids, self.kv_caches.block_count)
         self._check_range("slot", cpu_spec.block_ids, memory.slot_count)
-        columns: list[tuple[Addresses, ...]] = []
-        first = 0
-        for part in self._parts(gpu_spec, cpu_spec):
+        parts = self._parts(gpu_spec, cpu_spec)
+        columns = self._empty_columns(sum(len(part.gpu_blocks) * len(self._pages[part.group]) for part in parts))
+        kept: list[NDArray[np.bool_]] = []
+        first = at = 0
+        for part in parts:
             count = len(part.gpu_blocks)
-            kept = slice(None) if keep is None else keep[first : first + count]
+            if keep is not None:
+                kept += [keep[first : first + count]] * len(self._pages[part.group])
             first += count
             for page in self._pages[part.group]:
-                gpu_side, slot_side = np.empty((2, count), dtype=np.int64)
+                gpu_side, slot_side, byte_counts = columns[:, at : at + count]
+                at += count
+                byte_counts[:] = page.page_bytes
                 compute_sub_block_ptrs(
                     part.gpu_blocks,
                     1,
@@ -199,16 +209,21 @@ class SlotLayout:
                     sub_block_bytes=page.page_bytes,
                     skip_count=part.skip_count,
                 )
-                ends = (gpu_side, slot_side) if direction is Direction.STORE else (slot_side, gpu_side)
-                byte_counts = np.full(count, page.page_bytes, dtype=np.int64)
-                columns.append(tuple(column[kept] for column in (*ends, byte_counts)))
-        joined = [np.concatenate(column) for column in zip(*columns, strict=True)] or [np.empty(0, np.int64)] * 3
+        if kept:
+            columns = columns[:, np.concatenate(kept)]
+        gpu_side, slot_side, byte_counts = columns
         owners = (memory.buffer, *(tensor.tensor for tensor in self.kv_caches.tensors))
         pieces = None
         if memory.slots_per_piece < memory.slot_count:
-            slot_side = joined[1 if direction is Direction.STORE else 0]
             pieces = (slot_side - memory.address) // (memory.slots_per_piece * memory.slot_stride_bytes)
-        return CopyPlan(*merge_runs(*joined, pieces=pieces), direction, owners)
+        ends = (gpu_side, slot_side) if direction is Direction.STORE else (slot_side, gpu_side)
+        return CopyPlan(*merge_runs(*ends, byte_counts, pieces=pieces), direction, owners)
+
+    def _empty_columns(self, copy_count: int) -> Addresses:
+        """Return room for GPU addresses, slot addresses and byte counts before they are merged; the same every time."""
+        if self._columns.shape[1] < copy_count:
+            self._columns = np.empty((3, copy_count), dtype=np.int64)
+        return self._columns[:, :copy_count]
 
     def _parts(self, gpu_spec: GPULoadStoreSpec, cpu_spec: CPULoadStoreSpec) -> list[_Part]:
         """Cut both ends into groups, leaving out empty ones."""

@@ -55,14 +55,17 @@ class Pace:
 
     def seconds_to_next(self, step: PollStep) -> float | None:
         """Return how long to sleep after `step`; None until something rings."""
+        backoff = self._backoff
         if not self._has_doorbell:
-            # What lands later than expected is polled for less and less often.
-            self._backoff = 1 if step.has_news else min(2 * self._backoff, _MAX_BACKOFF)
+            # What lands later than expected is polled for less and less often, after a first millisecond.
+            is_late = step.seconds_to_landing is not None and not step.has_news
+            backoff = backoff if is_late else 1
+            self._backoff = min(2 * backoff, _MAX_BACKOFF) if is_late else 1
         seconds = step.seconds_to_deadline
         if seconds is not None:
             seconds = max(seconds, _MIN_SLEEP_SECONDS)
         if step.seconds_to_landing is not None:
-            to_landing = max(step.seconds_to_landing, _MIN_SLEEP_SECONDS * self._backoff)
+            to_landing = max(step.seconds_to_landing, _MIN_SLEEP_SECONDS * backoff)
             seconds = to_landing if seconds is None else min(seconds, to_landing)
         return seconds
 

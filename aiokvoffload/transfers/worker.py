@@ -40,7 +40,8 @@ class OffloadingWorker(TransferWorker):
         clock: Where deadlines are read.
         compute_stream: The engine's; transfers wait for it unless told otherwise, and `fence` holds it back.
         streams_per_direction: Streams of each direction.
-        in_flight_bytes: How much may be sent and not landed; one transfer always may.
+        in_flight_bytes: How much may be sent and not landed. One transfer that is larger may beside it, so that what is
+            small never waits for it.
         landing_seconds: A transfer not landed this long after it was sent is overdue; one not sent this long after it
             was submitted has failed.
     """
@@ -81,6 +82,7 @@ class OffloadingWorker(TransferWorker):
         self._last_load_into: dict[int, Transfer] = {}
         self._bytes_per_second = dict.fromkeys(Direction, _ASSUMED_BYTES_PER_SECOND)
         self._last_job_id = 0
+        self._large_count = self._counted_bytes = 0
         self._finished: list[Transfer] = []
 
     @property
@@ -212,7 +214,7 @@ class OffloadingWorker(TransferWorker):
         """Send what is queued, as far as the byte budget goes."""
         while (transfer := self._next_to_send()) is not None:
             plan = self._plans[transfer]
-            if self.in_flight_bytes and self.in_flight_bytes + transfer.byte_count > self._in_flight_limit:
+            if not self._has_room(transfer):
                 return
             self._queued[transfer.direction].remove(transfer)
             self._send(transfer, plan)
@@ -308,14 +310,32 @@ class OffloadingWorker(TransferWorker):
 
     def _next_to_send(self) -> Transfer | None:
         """Return what goes next: loads before stores, and before either what it must wait for."""
-        loads, stores = self._queued[Direction.LOAD], self._queued[Direction.STORE]
-        if stores and (not loads or stores[0].passed_over_count >= MAX_PASSED_OVER):
-            chosen = stores[0]
-        elif loads:
-            chosen = loads[0]
+        load, store = self._next_queued(Direction.LOAD), self._next_queued(Direction.STORE)
+        if store is not None and (load is None or store.passed_over_count >= MAX_PASSED_OVER):
+            return _first_to_send(store)
+        return None if load is None else _first_to_send(load)
+
+    def _next_queued(self, direction: Direction) -> Transfer | None:
+        """Return the oldest transfer of a queue, but for larger ones than the budget while another such is sent."""
+        return next(
+            (queued for queued in self._queued[direction] if not (self._large_count and self._is_large(queued))), None
+        )
+
+    def _is_large(self, transfer: Transfer) -> bool:
+        return transfer.byte_count > self._in_flight_limit
+
+    def _has_room(self, transfer: Transfer) -> bool:
+        if self._is_large(transfer):
+            return not self._large_count
+        return self._counted_bytes + transfer.byte_count <= self._in_flight_limit
+
+    def _count(self, transfer: Transfer, sign: int) -> None:
+        """Add what was sent, or take away what has landed."""
+        self.in_flight_bytes += sign * transfer.byte_count
+        if self._is_large(transfer):
+            self._large_count += sign
         else:
-            return None
-        return _first_to_send(chosen)
+            self._counted_bytes += sign * transfer.byte_count
 
     def _send(self, transfer: Transfer, plan: CopyPlan) -> None:
         stores = self._queued[Direction.STORE]
@@ -350,7 +370,7 @@ class OffloadingWorker(TransferWorker):
             transfer.error = _describe(exc)
         transfer.stream = stream
         self._sent[stream].append(transfer)
-        self.in_flight_bytes += transfer.byte_count
+        self._count(transfer, 1)
         with suppress(Exception):  # asked for again, and then reported, when the landing is awaited
             self._end_event(transfer, stream)
         transfer.on_sent()
@@ -391,7 +411,7 @@ class OffloadingWorker(TransferWorker):
             return True
 
     def _land(self, transfer: Transfer) -> None:
-        self.in_flight_bytes -= transfer.byte_count
+        self._count(transfer, -1)
         try:
             if transfer.error is None and transfer.start_event is not None and transfer.end_event is not None:
                 transfer.seconds = self._device.elapsed_seconds(transfer.start_event, transfer.end_event)

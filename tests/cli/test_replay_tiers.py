@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,18 @@ def test_one_engine_hits_what_another_has_stored(capsys: pytest.CaptureFixture[s
     (tier,) = report_of(capsys, "--tier", url)["tiers"]  # a third one
     # Not all: what is stored while the directory is still being scanned is not written.
     assert tier["hits"] > 0.9 * tier["lookups"] > 0
+    assert not multiprocessing.active_children()
+
+
+def test_a_mistake_that_an_engine_finds_is_said_once_and_no_engine_goes_on(
+    capfd: pytest.CaptureFixture[str], url: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run([*SMALL, "--engines", "2", "--tier", url, "--policy", "lruu"])
+    said = capfd.readouterr().err
+    assert said.count("did you mean 'lru'") == 1
+    assert "Traceback" not in said
+    assert not multiprocessing.active_children()
 
 
 def test_a_tier_is_a_line_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:

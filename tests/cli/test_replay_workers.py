@@ -140,5 +140,21 @@ def test_workers_need_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--workers moves bytes" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--placement", "exclusive", "--gpu-blocks", "9"], "workers replay with inclusive placement only"),
+        (["--engines", "2", "--tier", "memory:"], "workers belong to one engine"),
+        (["--restart-after", "5"], "workers replay from start to end"),
+    ],
+)
+def test_what_workers_cannot_replay_is_refused_with_a_sentence_each(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(["replay", "--workers", "2", *arguments])
+    assert sentence in capsys.readouterr().err
+
+
 def test_cpu_memory_is_of_all_workers_together() -> None:
     assert ReplayOptions(workers=3).cpu_bytes == 3 * ReplayOptions().cpu_bytes

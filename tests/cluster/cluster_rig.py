@@ -48,14 +48,12 @@ class Rank:
 
     def __init__(self, number: int, *, block_count: int = 16, page_bytes: int = PAGE_BYTES, **options: Any) -> None:
         self.number = number
-        self.device = ManualDevice()
-        self.compute: Stream = self.device.create_stream("compute")
         self.layers = [torch.zeros((block_count, page_bytes), dtype=torch.uint8) for _ in range(LAYER_COUNT)]
-        self.options = {
+        self.options: dict[str, Any] = {}
+        self.use(ManualDevice())
+        self.options |= {
             "engine_id": ENGINE,
             "rank": number,
-            "device": self.device,
-            "compute_stream": self.compute,
             "block_tokens": BLOCK_TOKENS,
             "timeout_seconds": PATIENCE_SECONDS,
             **options,
@@ -64,6 +62,12 @@ class Rank:
         self._port: WorkerPort | None = None
         self._context: AbstractContextManager[WorkerPort] | None = None
         self._thread: threading.Thread | None = None
+
+    def use(self, device: ManualDevice) -> None:
+        """Let this be its device."""
+        self.device = device
+        self.compute: Stream = device.create_stream("compute")
+        self.options |= {"device": device, "compute_stream": self.compute}
 
     @property
     def port(self) -> WorkerPort:

@@ -7,6 +7,7 @@ import socket
 import stat
 import struct
 import threading
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from cluster_rig import BLOCK_BYTES, ENGINE, PATIENCE_SECONDS, Cluster, PatientClock, Rank, Step, poll_until
+from cluster_rig import BLOCK_BYTES, ENGINE, PAGE_BYTES, PATIENCE_SECONDS, Cluster, PatientClock, Rank, Step, poll_until
 from offloader_rig import Interrupted, on_both_loops
 
 from aiokvoffload.clock import SystemClock
@@ -22,10 +23,14 @@ from aiokvoffload.cluster.admission import Admission
 from aiokvoffload.cluster.messages import join_of
 from aiokvoffload.cluster.peer import connect
 from aiokvoffload.cluster.places import EngineLock, meeting_directory, socket_path
-from aiokvoffload.errors import ConfigurationError, LayoutError, StateError
+from aiokvoffload.devices.base import Proceed, ignore_bytes
+from aiokvoffload.errors import ConfigurationError, DeviceError, LayoutError, StateError
 from aiokvoffload.kv_caches import CanonicalKVCaches
+from aiokvoffload.memory.base import PreparationProgress, PreparationStep
 from aiokvoffload.memory.shared import SHARED_MEMORY
 from aiokvoffload.offloader import Deadlines, open_offloader
+from aiokvoffload.testing.device import ManualDevice
+from aiokvoffload.testing.memory_contract import StopPreparing
 
 
 def nothing_is_left(directory: Path) -> bool:
@@ -108,6 +113,73 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"within 0.2 s, ranks 0, 2 did not join"), cluster.context():
         raise AssertionError("it opened")
     assert "did not join" in str(cluster.ranks[1].wait_joined().error)
+    assert nothing_is_left(tmp_path)
+
+
+class TryingDevice(ManualDevice):
+    """Says three times how far its preparation is, and does something before the second time.
+
+    Args:
+        meanwhile: Done then.
+    """
+
+    def __init__(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self._meanwhile = meanwhile
+
+    def prepare(self, page_bytes: Collection[int], proceed: Proceed = ignore_bytes) -> None:
+        assert set(page_bytes) == {PAGE_BYTES}
+        proceed(0, 2)
+        self._meanwhile()
+        proceed(1, 2)
+        proceed(2, 2)
+
+
+def test_a_device_is_prepared_before_the_memory_of_its_rank(tmp_path: Path) -> None:
+    told: list[PreparationProgress] = []
+    cluster = Cluster(tmp_path, rank_options=lambda rank: {"on_progress": told.append} if rank else {})
+    cluster.ranks[1].use(TryingDevice())
+    with cluster.open() as offloader:
+        assert offloader.statistics().fault is None
+    first = told.index(PreparationProgress(PreparationStep.CALIBRATING, 0, 2))
+    assert {progress.step for progress in told[:first]} <= {PreparationStep.WAITING}
+    assert told[first : first + 3] == [PreparationProgress(PreparationStep.CALIBRATING, done, 2) for done in range(3)]
+    assert PreparationStep.POPULATING in {progress.step for progress in told[first + 3 :]}
+
+
+def test_an_engine_that_ends_while_a_device_is_prepared_ends_that_too(tmp_path: Path) -> None:
+    is_trying, is_gone = threading.Event(), threading.Event()
+
+    def wait_until_it_is_gone() -> None:
+        is_trying.set()
+        assert is_gone.wait(PATIENCE_SECONDS)
+
+    def stop(_progress: PreparationProgress) -> None:
+        if is_trying.is_set():
+            raise StopPreparing
+
+    cluster = Cluster(tmp_path, 1)
+    (rank,) = cluster.ranks
+    rank.use(TryingDevice(wait_until_it_is_gone))
+    rank.join_soon()
+    with pytest.raises(StopPreparing), cluster.context(on_progress=stop):
+        raise AssertionError("it opened")
+    is_gone.set()
+    assert "the scheduler has ended the engine: the offloader was closed" in str(rank.wait_joined().error)
+    assert nothing_is_left(tmp_path)
+
+
+def test_a_device_that_cannot_be_used_is_told_to_the_scheduler(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise DeviceError("GPU 1 was found broken")
+
+    cluster = Cluster(tmp_path)
+    cluster.ranks[1].use(TryingDevice(fail))
+    cluster.join_soon()
+    with pytest.raises(StateError, match="rank 1 has left: DeviceError: GPU 1 was found broken"), cluster.context():
+        raise AssertionError("it opened")
+    assert isinstance(cluster.ranks[1].wait_joined().error, DeviceError)
+    cluster.ranks[0].wait_joined()
     assert nothing_is_left(tmp_path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -11,15 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from aiokvoffload.devices.base import SimulatedDevice, Stream
+from aiokvoffload.devices.base import CopyPlan, SimulatedDevice, Stream
 from aiokvoffload.devices.cuda import CudaDevice
-from aiokvoffload.devices.cuda_copy import Copier
+from aiokvoffload.devices.cuda_copy import Copier, LoopCopier, SourceOrder
 from aiokvoffload.devices.cuda_driver import CudaDriver
 from aiokvoffload.devices.cuda_streams import CudaStream
 
 SOURCE = Path(__file__).parent / "standin" / "standin_cuda.c"
-NVIDIA_HEADERS = Path("/usr/local/cuda/include")
+NVIDIA_HEADERS = Path(os.environ.get("CUDA_INCLUDE", "/usr/local/cuda/include"))
+"""Where NVIDIA's `cuda.h` is, of a toolkit or of the package `nvidia-cuda-runtime`."""
 SEMAPHORE_BYTES = 64
+
+Fate = Callable[[CopyPlan], CopyPlan]
+"""What becomes of a batch of copies."""
 
 _HostFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _KEPT: list[object] = []
@@ -134,6 +139,24 @@ def hold(library: ctypes.CDLL, device: CudaDevice, stream: Stream) -> Callable[[
         c_library.sem_post(semaphore)
 
     return release
+
+
+class FakeKernel(LoopCopier):
+    """Copies as the driver does, notes what, and does as it is told.
+
+    Args:
+        driver: Copies.
+        fate: Changes what it copies, or raises.
+    """
+
+    def __init__(self, driver: CudaDriver, fate: Fate = lambda plan: plan) -> None:
+        super().__init__(driver)
+        self.plans: list[CopyPlan] = []
+        self._fate = fate
+
+    def submit(self, plan: CopyPlan, order: SourceOrder, stream: int) -> None:
+        self.plans.append(plan)
+        super().submit(self._fate(plan), order, stream)
 
 
 class StandInGpu(CudaDevice, SimulatedDevice):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from cuda_rig import Count, StandIn, hold
+from cuda_rig import Count, FakeKernel, Fate, StandIn, hold
 
 from aiokvoffload.devices import cuda, cuda_calibration
 from aiokvoffload.devices.base import CopyPlan, Direction, Event
 from aiokvoffload.devices.cuda import CudaDevice
-from aiokvoffload.devices.cuda_copy import Copier, LoopCopier, SourceOrder
+from aiokvoffload.devices.cuda_copy import Copier
 from aiokvoffload.devices.cuda_driver import CudaDriver
 from aiokvoffload.devices.cuda_streams import CudaStream
 from aiokvoffload.errors import PartialCopyError
@@ -20,31 +21,17 @@ from aiokvoffload.testing.device_contract import PATIENCE_SECONDS
 from aiokvoffload.testing.device_memory import pattern, plan_of
 
 KIB = 1024
-Fate = Callable[[CopyPlan], CopyPlan]
-
-
-class FakeKernel(LoopCopier):
-    """Copies as the driver does, notes what, and does as it is told.
-
-    Args:
-        driver: Copies.
-        fate: Changes what it copies, or raises.
-    """
-
-    def __init__(self, driver: CudaDriver, fate: Fate = lambda plan: plan) -> None:
-        super().__init__(driver)
-        self.plans: list[CopyPlan] = []
-        self._fate = fate
-
-    def submit(self, plan: CopyPlan, order: SourceOrder, stream: int) -> None:
-        self.plans.append(plan)
-        super().submit(self._fate(plan), order, stream)
 
 
 class TimedDevice(CudaDevice):
     """Says how long copies took by a table instead of a clock."""
 
     kernel_seconds: Callable[[Direction, int], float]
+
+    def _device_for_trials(self) -> TimedDevice:
+        trials = TimedDevice(driver=self._driver, tensor_kind="cpu", kernel_up_to_bytes=0)
+        trials.kernel_seconds = self.kernel_seconds
+        return trials
 
     def elapsed_seconds(self, start: Event, end: Event) -> float:
         super().elapsed_seconds(start, end)
@@ -135,21 +122,25 @@ def test_trials_that_are_not_over_in_time_keep_their_memory(
     releases: list[Callable[[], None]] = []
 
     class HeldDevice(CudaDevice):
+        def _device_for_trials(self) -> HeldDevice:
+            return HeldDevice(driver=self._driver, tensor_kind="cpu", kernel_up_to_bytes=0, close_timeout_seconds=0.2)
+
         def create_stream(self, name: str) -> CudaStream:
             stream = super().create_stream(name)
             releases.append(hold(stand_in.library, self, stream))
             return stream
 
     monkeypatch.setattr(cuda_calibration, "_PATIENCE_SECONDS", 0.0)
-    device = HeldDevice(driver=driver, tensor_kind="cpu", kernel=FakeKernel(driver), close_timeout_seconds=0.2)
+    device = HeldDevice(driver=driver, tensor_kind="cpu", kernel=FakeKernel(driver))
     device.prepare({16 * KIB})
     assert device.kernel_limits == dict.fromkeys(Direction, 0)
     assert "not over after" in caplog.text
     assert stand_in.count(Count.REGISTRATIONS) == 1
+    (late,) = [thread for thread in threading.enumerate() if thread.name == "aiokvoffload-late-copies"]
     releases[0]()
-    assert device._drain(PATIENCE_SECONDS)
-    device.close()
+    late.join(PATIENCE_SECONDS)
     assert stand_in.count(Count.REGISTRATIONS) == 0
+    device.close()
 
 
 @pytest.mark.parametrize("reason", ["pages too large", "no pages", "given", "other addresses", "no Triton"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 
+import anyio
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from cuda_rig import hold
 from gpu_suite import Gpu, GpuSuite, bandwidths
 from numpy.typing import NDArray
 
+from aiokvoffload import open_offloader
 from aiokvoffload.devices.base import Device, Direction, Stream, device_for_tensors
 from aiokvoffload.devices.cuda import CudaDevice
 from aiokvoffload.devices.cuda_calibration import SIZES
@@ -114,6 +117,29 @@ def test_calibration_ends_with_a_choice(capsys: pytest.CaptureFixture[str]) -> N
         print(f"\nup to so many bytes per copy a kernel is faster: {limits}")
     assert all(limit in (0, *SIZES) for limit in device.kernel_limits.values())
     device.close()
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_an_offloader_opens_and_tries_the_kernel_off_the_event_loop(backend: str) -> None:
+    layer = torch.randint(0, 256, (8, min(SIZES)), dtype=torch.uint8, device="cuda")
+    kept = layer.clone()
+    threads: set[int] = set()
+
+    async def store_and_load() -> None:
+        async with open_offloader(
+            [layer],
+            cpu_bytes=4 << 20,
+            compute_stream=torch.cuda.current_stream(),
+            on_progress=lambda _: threads.add(threading.get_ident()),
+        ) as offloader:
+            keys = offloader.keys(range(64))
+            await offloader.store(keys, [0, 1, 2, 3])
+            assert await offloader.load(keys, [4, 5, 6, 7]) == 64
+
+    anyio.run(store_and_load, backend=backend)
+    torch.cuda.synchronize()
+    assert torch.equal(layer[4:], kept[:4])
+    assert threading.get_ident() not in threads
 
 
 @pytest.mark.parametrize("kernel_up_to_bytes", [0, max(SIZES)], ids=["copy engines", "kernel"])

@@ -290,6 +290,23 @@ def test_neighbours_are_one_copy() -> None:
     assert plan.byte_counts.tolist() == [8] * 4
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_later_plan_changes_nothing_in_an_earlier_one(count: int) -> None:
+    layout = SlotLayout(CanonicalKVCaches.from_layers([torch.zeros((8, 16), dtype=torch.uint8)]), 1)
+    memory = PinnedMemory(8, layout.slot_bytes, ManualDevice())
+
+    def plan(*blocks: int) -> list[list[int]]:
+        specs = GPULoadStoreSpec(blocks, [len(blocks)], [0]), CPULoadStoreSpec(blocks)
+        plans.append(layout.plan(*specs, Direction.STORE, memory))
+        return [column.tolist() for column in (plans[-1].sources, plans[-1].destinations, plans[-1].byte_counts)]
+
+    plans: list[CopyPlan] = []
+    before = plan(*range(0, 2 * count, 2))
+    plan(*range(1, 2 * count + 1, 2))
+    assert [column.tolist() for column in (plans[0].sources, plans[0].destinations, plans[0].byte_counts)] == before
+    memory.close()
+
+
 def test_a_plan_keeps_its_memory_alive() -> None:
     world = World(_make_caches([[8]]), 1)
     plan = world.check(GPULoadStoreSpec([0], [1], [0]), [0], Direction.STORE)

@@ -124,10 +124,16 @@ async def test_without_a_doorbell_it_polls_at_the_estimated_landing_and_then_les
         await go_on()
         assert rig.clock.next_deadline is not None
         sleeps.append(round(1000 * (rig.clock.next_deadline - rig.clock.now())))
-    assert sleeps == [2, 4, 8, 16, 32, 64, 64, 64, 64]
+    assert sleeps == [1, 2, 4, 8, 16, 32, 64, 64, 64]
     rig.step = PollStep(has_news=True, seconds_to_landing=-0.1, seconds_to_deadline=30)
     rig.poller.wake()
     await go_on()
+    assert rig.clock.next_deadline == pytest.approx(rig.clock.now() + 0.001)
+    # What is asked for after a pause is looked for after a millisecond again, though nothing has landed meanwhile.
+    for seconds_to_landing in (-0.1, None, 1e-6):
+        rig.step = PollStep(has_news=False, seconds_to_landing=seconds_to_landing, seconds_to_deadline=30)
+        rig.poller.wake()
+        await go_on()
     assert rig.clock.next_deadline == pytest.approx(rig.clock.now() + 0.001)
     await rig.poller.stop()
 

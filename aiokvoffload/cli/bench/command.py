@@ -20,6 +20,7 @@ from aiokvoffload.cli.bench.rounds import BenchSize
 from aiokvoffload.cli.bench.tables import to_markdown, to_text
 from aiokvoffload.cli.bench.tier import add_tier_bench, run_tier_bench
 from aiokvoffload.cli.figures import check_plot
+from aiokvoffload.cli.interrupts import interrupts_raised
 from aiokvoffload.errors import ConfigurationError
 
 DEFAULT_POLICIES = ("lru", "arc")
@@ -59,7 +60,9 @@ def _parser() -> argparse.ArgumentParser:
     manager.add_argument("--policy", metavar="NAME", nargs="+", default=DEFAULT_POLICIES, help="default: lru arc")
     manager.add_argument("--batch", metavar="N", type=_positive, nargs="+", help="keys of a call (default 128)")
     manager.add_argument("--calls", metavar="N", type=_positive, help="calls of each operation (default 300)")
-    add("transfers", _run_transfers, "copies on the host device, and how soon whoever waits for one goes on")
+    transfers = add(
+        "transfers", _run_transfers, "copies on the host device, and how soon whoever waits for one goes on"
+    )
     path = add("path", _run_path, "the whole path with bytes, and 1,000 requests at once")
     path.add_argument("--blocks", metavar="N", type=_positive, nargs="+", help="CPU blocks (default 10000 1000000)")
     path.add_argument("--policy", metavar="NAME", help="default: lru")
@@ -70,8 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     everything.add_argument(
         "--write", metavar="PAGE", type=Path, help="put the tables into a page that has marks for them"
     )
-    for command in (manager, everything):
+    for command in (manager, transfers, everything):
         command.add_argument("--plot", metavar="FILE", type=Path, help="draw the speeds, such as into speeds.png")
+    for command in (manager, everything):
         command.add_argument(
             "--compare",
             action=argparse.BooleanOptionalAction,
@@ -102,8 +106,13 @@ def _run_manager(options: argparse.Namespace) -> None:
 def _run_transfers(options: argparse.Namespace) -> None:
     from aiokvoffload.cli.bench.transfers import QUICK, USUAL, measure_transfers
 
-    cost = measure_transfers(QUICK if options.quick else USUAL)
+    if options.plot is not None:
+        check_plot(options.plot)
+    with interrupts_raised():
+        cost = measure_transfers(QUICK if options.quick else USUAL)
     _show(options, to_text(cost.tables()), cost.to_dict())
+    if options.plot is not None:
+        cost.plot(options.plot)
 
 
 def _run_path(options: argparse.Namespace) -> None:
@@ -112,13 +121,15 @@ def _run_path(options: argparse.Namespace) -> None:
     size = QUICK if options.quick else USUAL
     if options.blocks:
         size = replace(size, block_counts=tuple(sorted(options.blocks)))
-    cost = measure_path(replace(size, policy=options.policy) if options.policy else size)
+    with interrupts_raised():
+        cost = measure_path(replace(size, policy=options.policy) if options.policy else size)
     _show(options, to_text(cost.tables()), cost.to_dict())
 
 
 def _run_tier(options: argparse.Namespace) -> None:
     try:
-        run_tier_bench(options)
+        with interrupts_raised():
+            run_tier_bench(options)
     except OSError as exc:
         raise ConfigurationError(str(exc)) from exc
 
@@ -131,11 +142,13 @@ def _run_all(options: argparse.Namespace) -> None:
         check_page(options.write, SECTIONS)
     if options.plot is not None:
         check_plot(options.plot)
-    # First, because memory that others have freed would hide what it takes.
-    path = whole_path.measure_path(whole_path.QUICK if options.quick else whole_path.USUAL)
     policies, sizes = (DEFAULT_POLICIES, _QUICK_SIZES) if options.quick else (ALL_POLICIES, _SIZES)
+    with interrupts_raised():
+        # First, because memory that others have freed would hide what it takes.
+        path = whole_path.measure_path(whole_path.QUICK if options.quick else whole_path.USUAL)
     managers = measure_managers(policies, sizes, is_compared=options.compare)
-    transfers = copies.measure_transfers(copies.QUICK if options.quick else copies.USUAL)
+    with interrupts_raised():
+        transfers = copies.measure_transfers(copies.QUICK if options.quick else copies.USUAL)
     text = "\n".join([managers.to_text(), to_text(transfers.tables()), to_text(path.tables())])
     _show(options, text, *managers.to_dicts(), transfers.to_dict(), path.to_dict())
     _plot(options, managers)

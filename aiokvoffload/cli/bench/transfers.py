@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
-from typing import Any, Self
+from pathlib import Path
+from typing import Any
 
 import anyio
-import numpy as np
 import torch
 
+from aiokvoffload.cli.bench.copies import (
+    BOTH,
+    PAGE_BYTES,
+    RUN_PAGES,
+    STREAM_COUNT,
+    CopyCost,
+    CopyKind,
+    measure_copies,
+)
 from aiokvoffload.cli.bench.rounds import KeySource
 from aiokvoffload.cli.bench.tables import Table
-from aiokvoffload.devices.base import CopyPlan, Direction
+from aiokvoffload.cli.figures import require_matplotlib, save_figure
+from aiokvoffload.cli.stall import LoopStallMeter
+from aiokvoffload.clock import SystemClock
+from aiokvoffload.devices.base import Direction
 from aiokvoffload.devices.host import HostDevice
 from aiokvoffload.kv_caches import CanonicalKVCaches
 from aiokvoffload.offloader import open_offloader
 
-PAGE_BYTES = (4 << 10, 16 << 10, 64 << 10, 1 << 20)
-LONG_COPY_FACTOR = 4
-_BOTH_WAYS_PAGE_BYTES = 64 << 10
 _WAITED_BYTES = 1 << 20
 _WAITED_PAGE_BYTES = 4 << 10
-_LANDING_SECONDS = 60.0
-_Copies = tuple[int, int, tuple[Direction, ...]]
-"""Bytes in all, bytes of a page, and the directions in which they go at the same time."""
+_STALL_SHARE = 4
+"""One in so many transfers is made once more beside a heartbeat on the loop, which itself delays waiters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,16 +43,16 @@ class TransfersSize:
 
     Attributes:
         copied_bytes: Bytes of a batch of copies.
-        repeats: How often each is copied; the best counts, as other load on the machine only takes away.
+        turns: How often each kind of copies is made; medians count.
         transfers: Transfers that are waited for.
     """
 
     copied_bytes: int = 64 << 20
-    repeats: int = 7
+    turns: int = 9
     transfers: int = 200
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Waits:
     """How waiting for transfers one after the other went on one event loop.
 
@@ -54,6 +62,7 @@ class Waits:
         polls_per_transfer: How often the poller polled.
         delay_p50_ms: From the landing to the waiter going on, median.
         delay_p99_ms: What 99 % of them take at most.
+        stall_max_ms: The longest that a task which only sleeps on that loop was kept waiting.
     """
 
     loop: str
@@ -61,6 +70,7 @@ class Waits:
     polls_per_transfer: float
     delay_p50_ms: float
     delay_p99_ms: float
+    stall_max_ms: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,50 +79,75 @@ class TransferCost:
 
     Attributes:
         size: How much was measured.
-        contiguous_gigabytes_per_second: One copy of all bytes.
-        long_gigabytes_per_second: One copy of four times as many, for which the C library may leave the caches out.
-        scattered_gigabytes_per_second: Pages in random order, by bytes of a page.
-        one_way_gigabytes_per_second: Pages of 64 KiB one way, of which there are two.
-        both_ways_gigabytes_per_second: The same in both directions at once, added up.
+        copies: Each kind of copies.
         waits: On each event loop that can be had.
     """
 
     size: TransfersSize
-    contiguous_gigabytes_per_second: float
-    long_gigabytes_per_second: float
-    scattered_gigabytes_per_second: dict[int, float]
-    one_way_gigabytes_per_second: float
-    both_ways_gigabytes_per_second: float
+    copies: tuple[CopyCost, ...]
     waits: tuple[Waits, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as plain values."""
-        return {"bench": "transfers", **asdict(self)}
+        return {
+            "bench": "transfers",
+            "size": asdict(self.size),
+            "copies": [cost.to_dict() for cost in self.copies],
+            "waits": [asdict(waits) for waits in self.waits],
+        }
+
+    def cost_of(self, kind: CopyKind) -> CopyCost | None:
+        """Return what a kind of copies took, if it was measured."""
+        return next((cost for cost in self.copies if cost.kind == kind), None)
 
     def tables(self) -> list[Table]:
         """Return the figures for people."""
-        return [self._copies_table(), self._directions_table(), self._waits_table()]
+        return [self._copies_table(), self._waits_table()]
+
+    def plot(self, path: Path) -> None:
+        """Draw the speeds by the bytes of a page into an image file.
+
+        Raises:
+            ConfigurationError: matplotlib is not installed, or the file cannot be written.
+        """
+        figure = require_matplotlib()(figsize=(8, 5), layout="constrained")
+        panel = figure.subplots()
+        pages = [page for page in PAGE_BYTES if page <= self.size.copied_bytes]
+        for number, (name, variant) in enumerate(_VARIANTS.items()):
+            drawn = [(page, cost.gigabytes_per_second) for page in pages if (cost := self.cost_of(variant(page)))]
+            panel.plot(
+                [page for page, _ in drawn], [speed for _, speed in drawn], label=name, color=f"C{number}", marker="."
+            )
+        for number, (name, ways) in enumerate(_WAYS.items()):
+            if contiguous := self.cost_of(CopyKind(page_bytes=None, ways=ways)):
+                speed = contiguous.gigabytes_per_second
+                panel.axhline(speed, linestyle=":", color=f"C{number}", label=f"one copy, {name}")
+        panel.set(xscale="log", ylim=(0, None), xlabel="bytes of a page", ylabel="GB/s")
+        panel.set_xticks(pages, labels=[_size_name(page) for page in pages])
+        panel.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+        panel.legend(fontsize="small")
+        save_figure(figure, path)
 
     def _copies_table(self) -> Table:
-        size_name = f"{self.size.copied_bytes / 2**20:g} MiB"
-        long_name = f"{LONG_COPY_FACTOR * self.size.copied_bytes / 2**20:g} MiB"
         rows = [
-            (
-                f"{page // 1024:,} KiB",
-                f"{speed:.2f}",
-                f"{speed / self.contiguous_gigabytes_per_second:.0%}",
-                f"{speed / self.long_gigabytes_per_second:.0%}",
-            )
-            for page, speed in self.scattered_gigabytes_per_second.items()
+            self._row(_size_name(page), page)
+            for page in PAGE_BYTES
+            if any(cost.kind.page_bytes == page for cost in self.copies)
         ]
-        rows.append(("one copy", f"{self.contiguous_gigabytes_per_second:.2f}", "100%", ""))
-        columns = ("pages of", "GB/s", f"of one copy of {size_name}", f"of one copy of {long_name}")
-        return Table(f"{size_name} in pages, each to a random place, on one stream", columns, rows)
+        rows.append(self._row("one copy", None))
+        shares = (f"{name}, of one copy" for name in list(_VARIANTS)[:_SHARE_COUNT])
+        columns = ("pages of", *_VARIANTS, *shares, "ns to submit a copy")
+        title = f"{_size_name(self.size.copied_bytes)} in pages, each to a random place, GB/s"
+        return Table(title, columns, rows)
 
-    def _directions_table(self) -> Table:
-        one, both = self.one_way_gigabytes_per_second, self.both_ways_gigabytes_per_second
-        rows = [("one direction", f"{one:.2f}", ""), ("both at once, added up", f"{both:.2f}", f"{both / one:.2f}")]
-        return Table("Pages of 64 KiB, a stream for each direction", ("", "GB/s", "of one direction"), rows)
+    def _row(self, name: str, page_bytes: int | None) -> tuple[str, ...]:
+        costs = [self.cost_of(variant(page_bytes)) for variant in _VARIANTS.values()]
+        return (
+            name,
+            *(f"{cost.gigabytes_per_second:.2f}" if cost else "" for cost in costs),
+            *(f"{cost.share_of_contiguous:.0%}" if cost else "" for cost in costs[:_SHARE_COUNT]),
+            f"{costs[0].submission_ns_per_copy:,.0f}" if costs[0] else "",
+        )
 
     def _waits_table(self) -> Table:
         rows = [
@@ -121,27 +156,35 @@ class TransferCost:
                 f"{waits.polls_per_transfer:.2f}",
                 f"{waits.delay_p50_ms:.2f}",
                 f"{waits.delay_p99_ms:.2f}",
+                f"{waits.stall_max_ms:.2f}",
             )
             for waits in self.waits
         ]
-        columns = ("", "polls per transfer", "delay p50 ms", "delay p99 ms")
+        columns = ("", "polls per transfer", "delay p50 ms", "delay p99 ms", "longest stall ms")
         return Table("From the landing of 1 MiB to its waiter, one transfer after the other", columns, rows)
 
 
+_WAYS = {"store": (Direction.STORE,), "load": (Direction.LOAD,), "both at once": BOTH}
+_VARIANTS: dict[str, Callable[[int | None], CopyKind]] = {
+    "store": lambda page: CopyKind(page_bytes=page, ways=(Direction.STORE,)),
+    "load": lambda page: CopyKind(page_bytes=page, ways=(Direction.LOAD,)),
+    "both at once": lambda page: CopyKind(page_bytes=page, ways=BOTH),
+    f"store, {STREAM_COUNT} streams": lambda page: CopyKind(
+        page_bytes=page, ways=(Direction.STORE,), stream_count=STREAM_COUNT
+    ),
+    f"store, runs of {RUN_PAGES} merged": lambda page: CopyKind(
+        page_bytes=page, ways=(Direction.STORE,), run_pages=RUN_PAGES
+    ),
+}
+_SHARE_COUNT = 3
+"""The first of the variants, which are also shown as shares of one copy."""
 USUAL = TransfersSize()
-QUICK = TransfersSize(copied_bytes=1 << 20, repeats=1, transfers=5)
+QUICK = TransfersSize(copied_bytes=1 << 20, turns=1, transfers=5)
 
 
 def measure_transfers(size: TransfersSize) -> TransferCost:
     """Measure copies on the host device, and waits for them on every event loop that is installed."""
-    copied = size.copied_bytes
-    pages = [page for page in PAGE_BYTES if page <= copied]
-    both_ways = (copied, _BOTH_WAYS_PAGE_BYTES, tuple(Direction))
-    one_way = (copied, _BOTH_WAYS_PAGE_BYTES, (Direction.STORE,))
-    contiguous, long = ((count, count, (Direction.STORE,)) for count in (copied, LONG_COPY_FACTOR * copied))
-    scattered = {page: (copied, page, (Direction.STORE,)) for page in pages}
-    with _HostMemory(LONG_COPY_FACTOR * copied) as memory:
-        speed = memory.gigabytes_per_second([contiguous, long, *scattered.values(), one_way, both_ways], size.repeats)
+    copies = measure_copies(size.copied_bytes, size.turns)
     loops: dict[str, dict[str, Any]] = {"asyncio": {"backend": "asyncio"}}
     if find_spec("uvloop") is not None:
         loops["uvloop"] = {"backend": "asyncio", "backend_options": {"use_uvloop": True}}
@@ -152,64 +195,7 @@ def measure_transfers(size: TransfersSize) -> TransferCost:
         for name, options in loops.items()
         for has_doorbell in (True, False)
     ]
-    return TransferCost(
-        size=size,
-        contiguous_gigabytes_per_second=speed[contiguous],
-        long_gigabytes_per_second=speed[long],
-        scattered_gigabytes_per_second={page: speed[copies] for page, copies in scattered.items()},
-        one_way_gigabytes_per_second=speed[one_way],
-        both_ways_gigabytes_per_second=speed[both_ways],
-        waits=tuple(waits),
-    )
-
-
-class _HostMemory:
-    """Two places in CPU memory for each direction, and a host device that copies between them."""
-
-    def __init__(self, byte_count: int) -> None:
-        self._device = HostDevice()
-        self._random = np.random.default_rng(0)
-        self._streams = {direction: self._device.create_stream(direction.name.lower()) for direction in Direction}
-        # Written to, so that no copy waits for the system to find a page.
-        self._places = {direction: [np.ones(byte_count, dtype=np.uint8) for _ in range(2)] for direction in Direction}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._device.close()
-
-    def gigabytes_per_second(self, kinds: Sequence[_Copies], repeats: int) -> dict[_Copies, float]:
-        """Make copies of every kind in turns and return the best bandwidth of each, of all its directions together."""
-        found: dict[_Copies, float] = dict.fromkeys(kinds, 0.0)
-        for _ in range(repeats):
-            for kind in found:
-                total_bytes, page_bytes, directions = kind
-                work = [(self._plan(total_bytes, page_bytes, direction), direction) for direction in directions]
-                speed = sum(plan.total_bytes for plan, _ in work) / self._seconds(work) / 1e9
-                found[kind] = max(found[kind], speed)
-        return found
-
-    def _plan(self, total_bytes: int, page_bytes: int, direction: Direction) -> CopyPlan:
-        """Return copies of all pages, each to a random place."""
-        count = max(1, total_bytes // page_bytes)
-        source, destination = self._places[direction]
-        from_pages, to_pages = (self._random.permutation(count) * page_bytes for _ in range(2))
-        byte_counts = np.full(count, page_bytes, dtype=np.int64)
-        return CopyPlan(source.ctypes.data + from_pages, destination.ctypes.data + to_pages, byte_counts, direction)
-
-    def _seconds(self, work: Sequence[tuple[CopyPlan, Direction]]) -> float:
-        """Run plans at the same time and return the device's time from the first start to the last end."""
-        device = self._device
-        starts, ends = [], []
-        for plan, direction in work:
-            stream = self._streams[direction]
-            starts.append(device.record(stream))
-            device.copy_batch(plan, stream)
-            ends.append(device.record(stream))
-        for end in ends:
-            device.synchronize(end, _LANDING_SECONDS)
-        return max(device.elapsed_seconds(start, end) for start in starts for end in ends)
+    return TransferCost(size=size, copies=copies, waits=tuple(waits))
 
 
 class _WatchedDevice(HostDevice):
@@ -248,6 +234,9 @@ async def _measure_waits(loop: str, has_doorbell: bool, transfers: int) -> Waits
             await offloader.store(source.new(block_count), range(block_count))
             delays.append(time.perf_counter() - device.rung_at)
         polls = offloader.poll_count - polls_before
+        async with LoopStallMeter(SystemClock()) as meter:
+            for _ in range(-(-transfers // _STALL_SHARE)):
+                await offloader.store(source.new(block_count), range(block_count))
     device.close()
     delays.sort()
     return Waits(
@@ -256,4 +245,9 @@ async def _measure_waits(loop: str, has_doorbell: bool, transfers: int) -> Waits
         polls_per_transfer=polls / transfers,
         delay_p50_ms=1e3 * delays[len(delays) // 2],
         delay_p99_ms=1e3 * delays[len(delays) * 99 // 100],
+        stall_max_ms=meter.max_stall_ms,
     )
+
+
+def _size_name(byte_count: int) -> str:
+    return f"{byte_count >> 20} MiB" if byte_count >= 1 << 20 else f"{byte_count >> 10} KiB"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from aiokvoffload.cli.bench.copies import kinds_of
 from aiokvoffload.cli.bench.path import PathSize, measure_path
+from aiokvoffload.cli.bench.transfers import USUAL
 from aiokvoffload.cli.main import run
 
 
@@ -19,14 +22,37 @@ def figures_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str,
 
 def test_copies_are_measured_in_pages_both_ways_and_to_their_waiters(capsys: pytest.CaptureFixture[str]) -> None:
     cost = figures_of(capsys, "transfers")
-    assert list(cost["scattered_gigabytes_per_second"]) == ["4096", "16384", "65536", "1048576"]
-    assert all(speed > 0 for speed in cost["scattered_gigabytes_per_second"].values())
-    assert cost["both_ways_gigabytes_per_second"] > 0
+    copies = cost["copies"]
+    assert all(each["gigabytes_per_second"] > 0 and each["submission_ns_per_copy"] > 0 for each in copies)
+    by_page: dict[int | None, set[tuple[str, int, int]]] = {}
+    for kind in (each["kind"] for each in copies):
+        by_page.setdefault(kind["page_bytes"], set()).add((kind["ways"], kind["run_pages"], kind["stream_count"]))
+    every_way = {("store", 1, 1), ("load", 1, 1), ("both", 1, 1)}
+    assert by_page.pop(None) == every_way
+    assert list(by_page) == [4096, 16384, 65536, 262144, 1048576]
+    assert by_page[4096] == every_way | {("store", 1, 2), ("store", 16, 1)}
+    assert by_page[1048576] == every_way | {("store", 1, 2)}
+    assert all(each["share_of_contiguous"] > 0 for each in copies)
     waits = {(wait["loop"], wait["has_doorbell"]): wait for wait in cost["waits"]}
     assert {("asyncio", True), ("asyncio", False), ("trio", True), ("trio", False)} <= set(waits)
     for wait in waits.values():
         assert wait["polls_per_transfer"] > 0
         assert 0 < wait["delay_p50_ms"] <= wait["delay_p99_ms"]
+        assert wait["stall_max_ms"] >= 0
+
+
+def test_pages_from_4_kib_to_16_mib_are_copied() -> None:
+    pages = [kind.page_bytes for kind in kinds_of(USUAL.copied_bytes) if kind.page_bytes is not None]
+    assert (min(pages), max(pages)) == (4 << 10, 16 << 20)
+
+
+def test_the_speeds_of_copies_are_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert run(["bench", "transfers", "--quick", "--plot", str(tmp_path / "speeds.png")]) == 0
+    assert (tmp_path / "speeds.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit, match="2"):
+        run(["bench", "transfers", "--quick", "--plot", str(tmp_path / "no" / "speeds.png")])
+    assert "no" in capsys.readouterr().err
 
 
 def test_requests_are_measured_alone_and_in_a_crowd(capsys: pytest.CaptureFixture[str]) -> None:
