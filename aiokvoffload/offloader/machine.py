@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from aiokvoffload.devices.base import Direction, Event
 from aiokvoffload.errors import InvalidRequestError, RankLostError, StateError
+from aiokvoffload.events import EventSink
 from aiokvoffload.keys import (
     CacheIdentity,
     OffloadKey,
@@ -23,6 +25,7 @@ from aiokvoffload.keys import (
     offload_keys,
     root_hash,
 )
+from aiokvoffload.kv_caches import KVGroup
 from aiokvoffload.offloader.demotion import choose_sendable
 from aiokvoffload.offloader.handles import TransferHandle
 from aiokvoffload.offloader.parts import Parts
@@ -87,6 +90,11 @@ class OffloaderMachine:
     def block_size_factor(self) -> int:
         """GPU blocks per offloaded block."""
         return self._cache.block_size_factor
+
+    @property
+    def groups(self) -> tuple[KVGroup, ...]:
+        """The KV groups, in the order of their index in the keys."""
+        return self._cache.groups
 
     def root(self, *, adapter: str = "", salt: str = "") -> bytes:
         """Return the start of a request's hash chain, of the present epoch."""
@@ -391,6 +399,15 @@ class OffloaderMachine:
 
     # The whole
 
+    def add_event_sink(self, sink: EventSink) -> Callable[[], None]:
+        """Let a sink take what is stored, removed and cleared from now on; return what takes it away.
+
+        It is called in the step itself, so it must return at once and must not call the offloader; see `EventSink`. One
+        that raises is detached and counted.
+        """
+        self._check()
+        return self._parts.hub.add_sink(sink)
+
     def reset_nowait(self) -> None:
         """Forget all blocks in CPU memory: stores under way will not count, loads under way finish."""
         self._check()
@@ -404,9 +421,10 @@ class OffloaderMachine:
 
     def statistics(self) -> OffloaderStatistics:
         """Return the counts of this moment."""
-        worker = self._worker
+        worker, manager = self._worker, self.manager.statistics()
+        detached_sinks = manager.detached_sinks + self._parts.hub.detached_count
         return OffloaderStatistics(
-            manager=self.manager.statistics(),
+            manager=replace(manager, detached_sinks=detached_sinks),
             queued_transfers=worker.queued_count,
             sent_transfers=worker.sent_count,
             in_flight_bytes=worker.in_flight_bytes,
