@@ -8,7 +8,7 @@ from typing import Literal
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.managers.blocks import BlockTable
 from aiokvoffload.managers.prefix import PrefixMatcher
-from aiokvoffload.managers.tally import SettledTickets
+from aiokvoffload.managers.tally import SettledTickets, Tally
 from aiokvoffload.managers.waits import LoadRequest, WriteWaits
 from aiokvoffload.specs import PrepareLoadOutput, PrepareStoreOutput
 
@@ -23,12 +23,14 @@ class Loads:
         blocks: Which blocks there are.
         prefix: Where prefixes can end.
         settled: Takes the tickets whose wait has ended.
+        tally: Counts what they did not get.
     """
 
-    def __init__(self, blocks: BlockTable, prefix: PrefixMatcher, settled: SettledTickets) -> None:
+    def __init__(self, blocks: BlockTable, prefix: PrefixMatcher, settled: SettledTickets, tally: Tally) -> None:
         self._blocks = blocks
         self._prefix = prefix
         self._settled = settled
+        self._tally = tally
         self._waits = WriteWaits()
 
     @property
@@ -66,6 +68,7 @@ class Loads:
             held = ticket.slots
             self._pin(ticket, request, "none" if is_missed else "ready")
             self._blocks.release(held)
+            self._tally.note_misses(len(held) - len(ticket.slots), "failed")
         self._settled.add(ticket)
 
     def settle_all(self, *, is_missed: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -14,6 +15,7 @@ from aiokvoffload.keys import OffloadKey
 from aiokvoffload.offloader.handles import TransferHandle
 from aiokvoffload.offloader.machine import OffloaderMachine
 from aiokvoffload.offloader.parts import Parts
+from aiokvoffload.offloader.statistics import OffloaderStatistics
 from aiokvoffload.offloader.subscriptions import DEFAULT_EVENT_BUFFER, EventStream
 from aiokvoffload.offloader.tickets import LoadTicket
 from aiokvoffload.offloader.waiting import Watchers
@@ -209,6 +211,22 @@ class Offloader(OffloaderMachine):
                     self.close_parts()
         if stuck:
             raise BlocksInFlightError(stuck, seconds)
+
+    def statistics(self) -> OffloaderStatistics:
+        """See `OffloaderMachine.statistics`."""
+        lateness = self._poller.lateness
+        return replace(
+            super().statistics(),
+            poll_count=self._poller.poll_count,
+            loop_stall_seconds=lateness.total_seconds,
+            longest_loop_stall_seconds=lateness.longest_seconds,
+        )
+
+    def _answers_threads(self) -> bool:
+        return self._poller.is_running and super()._answers_threads()
+
+    def _ring(self) -> None:
+        self._poller.ring()
 
     def _check(self) -> None:
         super()._check()

@@ -30,7 +30,7 @@ from aiokvoffload.offloader.demotion import choose_sendable
 from aiokvoffload.offloader.handles import TransferHandle
 from aiokvoffload.offloader.parts import Parts
 from aiokvoffload.offloader.shapes import BlockShapes
-from aiokvoffload.offloader.statistics import OffloaderStatistics
+from aiokvoffload.offloader.statistics import OffloaderStatistics, StatisticsDesk, StatisticsSnapshot
 from aiokvoffload.offloader.tickets import LoadTicket
 from aiokvoffload.offloader.waiting import Watchers
 from aiokvoffload.ownership import Owner
@@ -73,6 +73,7 @@ class OffloaderMachine:
         self._fault: str | None = None
         self._ended: list[TransferHandle] = []
         self._end_watchers = Watchers()
+        self._statistics_desk = StatisticsDesk(OffloaderMachine.statistics(self), self.clock.now)
 
     # Keys
 
@@ -318,6 +319,8 @@ class OffloaderMachine:
         """Poll once and say when to poll next; never raises."""
         self.guarded(self._worker.poll)
         self.guarded(self.manager.poll_nowait)
+        if self._statistics_desk.is_asked:
+            self.guarded(self._answer_threads)
         return PollStep(bool(self._ended), self._worker.seconds_to_landing(), self._seconds_to_deadline())
 
     def _seconds_to_deadline(self) -> float | None:
@@ -420,7 +423,12 @@ class OffloaderMachine:
         self._identity = self._identity.next_epoch()
 
     def statistics(self) -> OffloaderStatistics:
-        """Return the counts of this moment."""
+        """Return the counts of this moment.
+
+        Raises:
+            WrongThreadError: Another thread asks; see `read_statistics`.
+        """
+        self._owner.check_thread()
         worker, manager = self._worker, self.manager.statistics()
         detached_sinks = manager.detached_sinks + self._parts.hub.detached_count
         return OffloaderStatistics(
@@ -432,11 +440,40 @@ class OffloaderMachine:
             loaded_bytes=worker.byte_count[Direction.LOAD],
             store_seconds=worker.busy_seconds[Direction.STORE],
             load_seconds=worker.busy_seconds[Direction.LOAD],
+            landed_stores=worker.landed_count[Direction.STORE],
+            landed_loads=worker.landed_count[Direction.LOAD],
+            store_queue_seconds=worker.queue_seconds[Direction.STORE],
+            load_queue_seconds=worker.queue_seconds[Direction.LOAD],
             joined_blocks=worker.joined_block_count,
             memory_is_pinned=self.memory.is_pinned,
             fault=self._fault,
             tiers=self.manager.tier_statistics(),
         )
+
+    def read_statistics(self, *, timeout_seconds: float = 1.0) -> StatisticsSnapshot:
+        """Return the counts, from whatever thread: the owner takes them at its next poll.
+
+        If that does not come within `timeout_seconds`, or never will, they are those that were taken last. The owner
+        itself gets those of this moment.
+
+        Raises:
+            WrongThreadError: The call comes from a process forked after the offloader was opened.
+        """
+        if self._owner.is_caller:
+            self._answer_threads()
+        elif self._answers_threads():
+            self._statistics_desk.ask(self._ring, timeout_seconds)
+        return self._statistics_desk.last()
+
+    def _answers_threads(self) -> bool:
+        """Return whether there will be another poll; from any thread."""
+        return not self._owner.is_closed
+
+    def _answer_threads(self) -> None:
+        self._statistics_desk.answer(self.statistics())
+
+    def _ring(self) -> None:
+        """Let the owner poll soon, where it can be told; from any thread."""
 
     def close_parts(self) -> None:
         """Close everything, once nothing more can be waited for; idempotent.
@@ -450,6 +487,7 @@ class OffloaderMachine:
         for tier in self._parts.tiers:
             self.guarded(partial(tier.close, drain_seconds=0.0))
         self._parts.hub.close()
+        self.guarded(self._answer_threads)
         self._parts.close(has_copies_under_way=bool(self._worker.sent_count))
 
     def gpu_blocks_in_flight(self) -> frozenset[int]:

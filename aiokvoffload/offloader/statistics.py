@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NoAnswer
 from dataclasses import dataclass
 
 from aiokvoffload.managers.base import ManagerStatistics
@@ -21,10 +25,17 @@ class OffloaderStatistics:
         loaded_bytes: Bytes landed in GPU memory.
         store_seconds: Device time of the stores.
         load_seconds: Device time of the loads.
+        landed_stores: Stores whose own copies have landed.
+        landed_loads: Loads whose own copies have landed.
+        store_queue_seconds: How long stores stood in the queue before they were sent, together.
+        load_queue_seconds: The same of loads.
         memory_is_pinned: Whether the device copies CPU memory at full speed.
         joined_blocks: GPU blocks whose load joined a copy under way.
         fault: Why everything is now a miss and a refusal; None while all is well.
         tiers: Each tier below CPU memory.
+        poll_count: How often the background task has polled; 0 without an event loop.
+        loop_stall_seconds: How long the event loop kept that task waiting for its turn, together.
+        longest_loop_stall_seconds: The longest of these waits.
     """
 
     manager: ManagerStatistics
@@ -35,7 +46,68 @@ class OffloaderStatistics:
     loaded_bytes: int
     store_seconds: float
     load_seconds: float
+    landed_stores: int
+    landed_loads: int
+    store_queue_seconds: float
+    load_queue_seconds: float
     joined_blocks: int
     memory_is_pinned: bool
     fault: str | None
     tiers: tuple[TierUseStatistics, ...] = ()
+    poll_count: int = 0
+    loop_stall_seconds: float = 0.0
+    longest_loop_stall_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StatisticsSnapshot:
+    """Statistics, and how old they are.
+
+    Attributes:
+        statistics: The counts.
+        age_seconds: How long ago they were taken.
+    """
+
+    statistics: OffloaderStatistics
+    age_seconds: float
+
+
+class StatisticsDesk:
+    """Where other threads ask for statistics, which only the owner of an offloader can take.
+
+    The owner answers when it next polls; whoever cannot wait for that gets what was taken last.
+
+    Args:
+        statistics: Those of this moment.
+        now: The time.
+    """
+
+    def __init__(self, statistics: OffloaderStatistics, now: Callable[[], float]) -> None:
+        self._now = now
+        self._last, self._taken_at = statistics, now()
+        self._askers: deque[Future[None]] = deque()
+
+    @property
+    def is_asked(self) -> bool:
+        """Somebody waits for an answer."""
+        return bool(self._askers)
+
+    def answer(self, statistics: OffloaderStatistics) -> None:
+        """Give the statistics of this moment to whoever waits; for the owner."""
+        self._last, self._taken_at = statistics, self._now()
+        while self._askers:
+            self._askers.popleft().set_result(None)
+
+    def ask(self, ring: Callable[[], None], timeout_seconds: float) -> None:
+        """Wait until the owner has answered, or the timeout; for any other thread."""
+        asked: Future[None] = Future()
+        self._askers.append(asked)
+        ring()
+        try:
+            asked.result(timeout_seconds)
+        except NoAnswer:
+            return
+
+    def last(self) -> StatisticsSnapshot:
+        """Return what was taken last."""
+        return StatisticsSnapshot(self._last, max(0.0, self._now() - self._taken_at))
