@@ -64,9 +64,12 @@ class Offloader(OffloaderMachine):
         self._check()
         if self._fault is not None:
             return 0
-        return await self.manager.lookup_prefix(
-            keys, ctx, group_sizes=self.shapes.group_sizes(keys), timeout_seconds=timeout_seconds
-        )
+        with self.tracing.span("lookup", len(keys), ctx) as span:
+            tokens = await self.manager.lookup_prefix(
+                keys, ctx, group_sizes=self.shapes.group_sizes(keys), timeout_seconds=timeout_seconds
+            )
+            span.note(tokens=tokens)
+            return tokens
 
     async def load(
         self,
@@ -100,11 +103,15 @@ class Offloader(OffloaderMachine):
         self._check()
         blocks = self.shapes.check_blocks(gpu_blocks, len(keys) * self.block_size_factor)
         after = self._worker.event_after(after) or ALREADY_DONE  # as of now, not of the end of the wait
-        with self.prepare_load(keys, ctx) as ticket:
-            if await ticket.ready(timeout_seconds=timeout_seconds) is LookupResult.MISS:
-                return 0
-            handle = ticket.start(ticket.choose(blocks), after=after, take_along=take_along)
-        return (await self._finish(handle)).token_count
+        with self.tracing.span("load", len(keys), ctx) as span:
+            with self.prepare_load(keys, ctx) as ticket:
+                if await ticket.ready(timeout_seconds=timeout_seconds) is LookupResult.MISS:
+                    span.note(tokens=0)
+                    return 0
+                handle = ticket.start(ticket.choose(blocks), after=after, take_along=take_along)
+            tokens = (await self._finish(handle)).token_count
+            span.note(tokens=tokens)
+            return tokens
 
     async def store(
         self,
@@ -125,9 +132,11 @@ class Offloader(OffloaderMachine):
             BlocksInFlightError: A copy has not landed by its deadline.
         """
         await checkpoint_if_cancelled()
-        handle = self.store_soon(keys, gpu_blocks, ctx, filtered=filtered, first_block=first_block, after=after)
-        await self._finish(handle)
-        return handle.outcomes
+        with self.tracing.span("store", len(keys), ctx) as span:
+            handle = self.store_soon(keys, gpu_blocks, ctx, filtered=filtered, first_block=first_block, after=after)
+            await self._finish(handle)
+            span.note(stored_blocks=handle.outcomes.count(StoreOutcome.ACCEPTED))
+            return handle.outcomes
 
     async def demote(
         self,
@@ -147,9 +156,11 @@ class Offloader(OffloaderMachine):
             BlocksInFlightError: A copy has not landed by its deadline.
         """
         await checkpoint_if_cancelled()
-        handle = self.demote_soon(keys, gpu_blocks, ctx, filtered=filtered, after=after)
-        await self._finish(handle)
-        return handle.outcomes
+        with self.tracing.span("demotion", len(keys), ctx) as span:
+            handle = self.demote_soon(keys, gpu_blocks, ctx, filtered=filtered, after=after)
+            await self._finish(handle)
+            span.note(stored_blocks=handle.outcomes.count(StoreOutcome.ACCEPTED))
+            return handle.outcomes
 
     def events(self, *, buffer_size: int = DEFAULT_EVENT_BUFFER) -> EventStream:
         """Return an async iterator over what is stored, removed and cleared from now on."""

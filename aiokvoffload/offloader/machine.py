@@ -32,6 +32,7 @@ from aiokvoffload.offloader.parts import Parts
 from aiokvoffload.offloader.shapes import BlockShapes
 from aiokvoffload.offloader.statistics import OffloaderStatistics, StatisticsDesk, StatisticsSnapshot
 from aiokvoffload.offloader.tickets import LoadTicket
+from aiokvoffload.offloader.tracing import NoTracing, Tracing
 from aiokvoffload.offloader.waiting import Watchers
 from aiokvoffload.ownership import Owner
 from aiokvoffload.specs import (
@@ -56,6 +57,10 @@ class OffloaderMachine:
 
     Args:
         parts: What it is made of, and closes in the end.
+
+    Attributes:
+        tracing: Watches single calls.
+        waiting_name: What it is told that loads wait for.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -70,6 +75,8 @@ class OffloaderMachine:
         self._worker = parts.worker
         self._owner = Owner("offloader")
         self._owner.check_thread()
+        self.tracing: Tracing = NoTracing()
+        self.waiting_name = "promotion" if parts.manager.tier_statistics() else "pending"
         self._fault: str | None = None
         self._ended: list[TransferHandle] = []
         self._end_watchers = Watchers()
@@ -268,12 +275,12 @@ class OffloaderMachine:
         self.shapes.check_resident_tokens(resident_tokens)
         if self._fault is not None:
             ticket = PrepareLoadOutput(self.manager, self.manager.epoch, 0)
-            return LoadTicket(self, ticket, sizes, resident_tokens)
+            return LoadTicket(self, ticket, sizes, resident_tokens, ctx)
         self.manager.touch(keys, ctx, depths=self.shapes.depths(sizes))
         ticket = self.manager.prepare_load_nowait(
             keys, ctx, take="leading", group_sizes=sizes, resident_tokens=resident_tokens
         )
-        return LoadTicket(self, ticket, sizes, resident_tokens)
+        return LoadTicket(self, ticket, sizes, resident_tokens, ctx)
 
     def launch_load(
         self,
