@@ -395,6 +395,7 @@ class OffloaderMachine:
 
     def fence(self, transfer: Transfer) -> None:
         """Let the compute stream wait for a transfer; for `TransferHandle.fence`."""
+        self._owner.check_thread()
         self._worker.fence(transfer)
 
     def withdraw(self, transfer: Transfer) -> bool:

@@ -123,8 +123,8 @@ class LoadTicket:
     def abort(self) -> None:
         """Unpin; nothing happens if the load was started."""
         if not self._is_used:
-            self._is_used = True
             self._machine.manager.complete_load_nowait(self._ticket)
+            self._is_used = True
 
     def __enter__(self) -> Self:
         return self

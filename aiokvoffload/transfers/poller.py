@@ -176,6 +176,8 @@ class Poller:
     async def stop(self) -> None:
         """Stop polling, and wait until it has stopped."""
         self._is_stopping = True
+        if not self.is_running:
+            return  # what it would be waited with is of a loop that has ended, maybe of another kind
         self.wake()
         with anyio.CancelScope(shield=True):
             await self._finished.wait()
