@@ -247,6 +247,11 @@ class Offloader(OffloaderMachine):
             raise StateError("the event loop this offloader was opened in has ended; open a new one in this one")
         self._check_loop()
 
+    def check_waiter(self) -> None:
+        """See `OffloaderMachine.check_waiter`."""
+        super().check_waiter()
+        self._check_loop()
+
     def _check_loop(self) -> None:
         if self._poller.is_elsewhere:
             raise WrongThreadError("this offloader belongs to another event loop; open one in each")

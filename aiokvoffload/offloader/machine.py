@@ -498,6 +498,14 @@ class OffloaderMachine:
         self.guarded(self._answer_threads)
         self._parts.close(has_copies_under_way=bool(self._worker.sent_count))
 
+    def check_waiter(self) -> None:
+        """Refuse whoever would never be woken: a caller in another thread, or in another event loop.
+
+        Raises:
+            WrongThreadError: It is one.
+        """
+        self._owner.check_thread()
+
     def gpu_blocks_in_flight(self) -> frozenset[int]:
         """Return the GPU blocks of all transfers that were sent and have not landed."""
         return frozenset(

@@ -11,6 +11,7 @@ from typing import Self
 from aiokvoffload.errors import InvalidRequestError
 from aiokvoffload.events import EventSink, OffloadingEvent
 from aiokvoffload.offloader.waiting import Watchers
+from aiokvoffload.ownership import Owner
 
 _logger = logging.getLogger(__name__)
 
@@ -25,6 +26,8 @@ class EventStream:
 
     def __init__(self, hub: EventHub, buffer_size: int) -> None:
         self._hub = hub
+        self._owner = Owner("stream of events")
+        self._owner.check_thread()
         self._buffer: deque[OffloadingEvent] = deque(maxlen=buffer_size)
         self._watchers = Watchers()
         self._is_closed = False
@@ -37,7 +40,9 @@ class EventStream:
 
         Raises:
             StopAsyncIteration: The offloader, or this stream, is closed and all events are read.
+            WrongThreadError: Another thread reads.
         """
+        self._owner.check_thread()
         await self._watchers.wait_until(lambda: bool(self._buffer) or self._is_closed)
         if not self._buffer:
             raise StopAsyncIteration

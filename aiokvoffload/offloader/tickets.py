@@ -69,7 +69,11 @@ class LoadTicket:
 
         Args:
             timeout_seconds: Defaults to `Deadlines.pending_seconds`.
+
+        Raises:
+            WrongThreadError: The caller is in another thread or event loop, where it would never be woken.
         """
+        self._machine.check_waiter()
         if self._ticket.is_waiting:
             clock = self._machine.clock
             seconds = self._machine.deadlines.pending_seconds if timeout_seconds is None else timeout_seconds

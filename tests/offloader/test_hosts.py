@@ -155,6 +155,57 @@ def test_an_offloader_of_one_kind_of_loop_is_refused_in_another(home: str, elsew
     assert_idle(made[0])
 
 
+def test_waiting_in_a_loop_that_stands_beside_is_refused_instead_of_forever() -> None:
+    rig = Rig()
+    home, elsewhere = asyncio.new_event_loop(), asyncio.new_event_loop()
+    offloader = home.run_until_complete(rig.open().__aenter__())
+    keys = keys_of(offloader, 1)
+    handle, ticket = offloader.store_soon(keys, [0]), offloader.prepare_load(keys)
+
+    async def use() -> None:
+        waits: list[Callable[[], Awaitable[object]]] = [lambda: handle, handle.sent, ticket.ready]
+        for wait in waits:
+            with pytest.raises(WrongThreadError, match="this offloader belongs to another event loop; open one in"):
+                await wait()
+
+    elsewhere.run_until_complete(use())
+    elsewhere.close()
+    ticket.abort()
+    rig.manual_device.land_all()
+    home.run_until_complete(offloader.aclose())
+    home.close()
+    assert handle.outcomes == (StoreOutcome.ACCEPTED,)
+    assert_idle(offloader)
+
+
+@on_both_loops
+async def test_waiting_in_a_loop_of_another_thread_is_refused_instead_of_forever() -> None:
+    rig = Rig()
+    async with rig.open() as offloader:
+        keys = keys_of(offloader, 1)
+        handle, ticket = offloader.store_soon(keys, [0]), offloader.prepare_load(keys)
+        events = offloader.events()
+
+        async def use() -> None:
+            waits: list[Callable[[], Awaitable[object]]] = [
+                lambda: handle,
+                handle.sent,
+                ticket.ready,
+                lambda: anext(events),
+            ]
+            for wait in waits:
+                with pytest.raises(WrongThreadError, match="belongs to another thread; call it from there"):
+                    await wait()
+            with pytest.raises(WrongThreadError, match="belongs to another thread"):
+                handle.on_idle(print)
+
+        await anyio.to_thread.run_sync(partial(anyio.run, use))
+        ticket.abort()
+        await rig.land()
+        assert handle.is_idle
+        assert_idle(offloader)
+
+
 @on_each_loop
 def test_two_offloaders_of_one_loop_know_nothing_of_each_other(loop: str, tmp_path: Path) -> None:
     engines = [Engine(1), Engine(2)]
