@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -30,7 +29,7 @@ from aiokvoffload.offloader.demotion import choose_sendable
 from aiokvoffload.offloader.handles import TransferHandle
 from aiokvoffload.offloader.parts import Parts
 from aiokvoffload.offloader.shapes import BlockShapes
-from aiokvoffload.offloader.statistics import OffloaderStatistics, StatisticsDesk, StatisticsSnapshot
+from aiokvoffload.offloader.statistics import OffloaderStatistics, StatisticsDesk, StatisticsSnapshot, take_statistics
 from aiokvoffload.offloader.tickets import LoadTicket
 from aiokvoffload.offloader.tracing import NoTracing, Tracing
 from aiokvoffload.offloader.waiting import Watchers
@@ -437,26 +436,7 @@ class OffloaderMachine:
             WrongThreadError: Another thread asks; see `read_statistics`.
         """
         self._owner.check_thread()
-        worker, manager = self._worker, self.manager.statistics()
-        detached_sinks = manager.detached_sinks + self._parts.hub.detached_count
-        return OffloaderStatistics(
-            manager=replace(manager, detached_sinks=detached_sinks),
-            queued_transfers=worker.queued_count,
-            sent_transfers=worker.sent_count,
-            in_flight_bytes=worker.in_flight_bytes,
-            stored_bytes=worker.byte_count[Direction.STORE],
-            loaded_bytes=worker.byte_count[Direction.LOAD],
-            store_seconds=worker.busy_seconds[Direction.STORE],
-            load_seconds=worker.busy_seconds[Direction.LOAD],
-            landed_stores=worker.landed_count[Direction.STORE],
-            landed_loads=worker.landed_count[Direction.LOAD],
-            store_queue_seconds=worker.queue_seconds[Direction.STORE],
-            load_queue_seconds=worker.queue_seconds[Direction.LOAD],
-            joined_blocks=worker.joined_block_count,
-            memory_is_pinned=self.memory.is_pinned,
-            fault=self._fault,
-            tiers=self.manager.tier_statistics(),
-        )
+        return take_statistics(self._parts, self._fault)
 
     def read_statistics(self, *, timeout_seconds: float = 1.0) -> StatisticsSnapshot:
         """Return the counts, from whatever thread: the owner takes them at its next poll.

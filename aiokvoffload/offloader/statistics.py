@@ -6,10 +6,12 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from aiokvoffload.devices.base import Direction
 from aiokvoffload.managers.base import ManagerStatistics
 from aiokvoffload.managers.tier_plan import TierUseStatistics
+from aiokvoffload.offloader.parts import Parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,29 @@ class OffloaderStatistics:
     poll_count: int = 0
     loop_stall_seconds: float = 0.0
     longest_loop_stall_seconds: float = 0.0
+
+
+def take_statistics(parts: Parts, fault: str | None) -> OffloaderStatistics:
+    """Return the counts of this moment, apart from those of an event loop; for the owner."""
+    worker, manager = parts.worker, parts.manager.statistics()
+    return OffloaderStatistics(
+        manager=replace(manager, detached_sinks=manager.detached_sinks + parts.hub.detached_count),
+        queued_transfers=worker.queued_count,
+        sent_transfers=worker.sent_count,
+        in_flight_bytes=worker.in_flight_bytes,
+        stored_bytes=worker.byte_count[Direction.STORE],
+        loaded_bytes=worker.byte_count[Direction.LOAD],
+        store_seconds=worker.busy_seconds[Direction.STORE],
+        load_seconds=worker.busy_seconds[Direction.LOAD],
+        landed_stores=worker.landed_count[Direction.STORE],
+        landed_loads=worker.landed_count[Direction.LOAD],
+        store_queue_seconds=worker.queue_seconds[Direction.STORE],
+        load_queue_seconds=worker.queue_seconds[Direction.LOAD],
+        joined_blocks=worker.joined_block_count,
+        memory_is_pinned=parts.memory.is_pinned,
+        fault=fault,
+        tiers=parts.manager.tier_statistics(),
+    )
 
 
 @dataclass(frozen=True, slots=True)

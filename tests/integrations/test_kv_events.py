@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -446,6 +447,18 @@ def test_a_closed_publisher_ignores_events_and_the_manager_goes_on() -> None:
         offloader.store(keys_of(offloader, 1), [0])
         assert publisher.statistics().batches == 0
         assert offloader.statistics().manager.detached_sinks == 0
+
+
+def test_a_forked_process_closes_nothing_of_its_parent(peers: Peers) -> None:
+    with KVEventPublisher(options(), [GROUP]) as publisher:
+        child = os.fork()
+        if not child:
+            publisher.close(timeout_seconds=PATIENCE_MS)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        publisher(stored(*make_keys(1)))
+        assert [event["type"] for event in said(peers, publisher)] == ["BlockStored"]
 
 
 @on_both_loops
