@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from hashlib import sha256
 from typing import Any
 
 import msgspec
@@ -16,7 +17,8 @@ from aiokvoffload.keys import offload_block_hash
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore:::")]  # importing vllm warns
 GROUPS = [KVGroup(4, [0]), KVGroup(4, [1], kind="window", window_tokens=8)]
-KEYS = [make_offload_key(bytes([200 + number]) * 32, group) for group in (0, 1) for number in range(3)]
+KEYS = [make_offload_key(sha256(bytes([number])).digest(), group) for group in (0, 1) for number in range(3)]
+UNKNOWN_HASH = sha256(b"unknown").digest()
 
 
 @pytest.fixture
@@ -28,7 +30,7 @@ def payload(block_names: BlockNameFormat) -> bytes:
     table = BlockFactTable([4, 4], capacity=100)
     table.note(KEYS, range(12), "fox", "pepper")
     translator = EventTranslator(GROUPS, 1, block_names, is_sole_source=True)
-    unknown = make_offload_key(b"u" * 32)
+    unknown = make_offload_key(UNKNOWN_HASH)
     events = [
         OffloadingEvent(EventKind.STORED, (*KEYS[1:], unknown), "CPU", 0),
         OffloadingEvent(EventKind.REMOVED, (KEYS[1], KEYS[4]), "CPU", 1),
@@ -72,7 +74,7 @@ def test_vllm_reads_our_events_and_writes_the_same_bytes(
             kv_cache_spec_sliding_window=8,
         ),
         vllm_events.BlockStored(
-            block_hashes=[name_of(b"u" * 32)],
+            block_hashes=[name_of(UNKNOWN_HASH)],
             parent_block_hash=None,
             token_ids=[],
             block_size=0,
