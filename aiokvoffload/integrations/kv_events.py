@@ -39,7 +39,7 @@ class KVEventOptions:
             an IPv6 wildcard, `ipc://` and `inproc://` are offered, as in vLLM.
         replay_endpoint: Where subscribers ask for what they have missed.
         topic: Of every message; llm-d expects `kv@<pod>@<model>`.
-        data_parallel_rank: Of the engine.
+        data_parallel_rank: Of the engine; each rank publishes at endpoints of its own.
         block_names: `"int"`, the last 8 bytes of a hash, as vLLM does unless told otherwise; or `"bytes"`, all of it.
         is_sole_source: Nobody else announces blocks under this topic or worker. False where the engine announces its
             GPU blocks too: then a reset names the blocks that are gone from CPU memory, instead of clearing all.

@@ -13,6 +13,10 @@ from aiokvoffload.managers.base import ManagerStatistics
 from aiokvoffload.managers.tier_plan import TierUseStatistics
 from aiokvoffload.offloader.parts import Parts
 
+_MAX_ASKERS = 64
+"""Threads that wait for an answer; of more, the first get what was taken last. Those that gave up count until the next
+answer."""
+
 
 @dataclass(frozen=True, slots=True)
 class OffloaderStatistics:
@@ -110,7 +114,7 @@ class StatisticsDesk:
     def __init__(self, statistics: OffloaderStatistics, now: Callable[[], float]) -> None:
         self._now = now
         self._last, self._taken_at = statistics, now()
-        self._askers: deque[Future[None]] = deque()
+        self._askers: deque[Future[None]] = deque(maxlen=_MAX_ASKERS)
 
     @property
     def is_asked(self) -> bool:

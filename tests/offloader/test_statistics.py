@@ -209,6 +209,19 @@ def test_an_owner_that_does_not_poll_leaves_the_last_ones() -> None:
         assert in_a_thread(lambda: offloader.read_statistics(timeout_seconds=0))().statistics.manager.ready == 2
 
 
+def test_askers_that_gave_up_do_not_pile_up() -> None:
+    with Rig().open() as offloader:
+
+        def ask_in_vain() -> None:
+            for _ in range(100):
+                offloader.read_statistics(timeout_seconds=0)
+
+        in_a_thread(ask_in_vain)()
+        assert len(offloader._statistics_desk._askers) == 64
+        offloader.poll()
+        assert not offloader._statistics_desk.is_asked
+
+
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_after_the_loop_has_ended_nobody_is_waited_for(backend: str) -> None:
     rig = Rig(deadlines=Deadlines(landing_seconds=1))
