@@ -46,3 +46,8 @@ class SystemClock:
 def deadline_after(clock: Clock, seconds: float | None) -> float | None:
     """Return the absolute deadline `seconds` from now, or None for no deadline."""
     return None if seconds is None else clock.now() + seconds
+
+
+def wall_seconds() -> float:
+    """Return the seconds since 1970, to be written where others read them; no wait and no deadline rests on it."""
+    return time.time()

@@ -23,6 +23,16 @@ class Owner:
         self._process = os.getpid()
         self.is_closed = False
 
+    @property
+    def is_caller(self) -> bool:
+        """The caller is the owner.
+
+        Raises:
+            WrongThreadError: The call comes from a process forked after creation.
+        """
+        self._check_process()
+        return threading.get_ident() == self._thread
+
     def check_thread(self) -> None:
         """Refuse a caller that is not the owner; the first caller becomes it.
 
@@ -37,8 +47,7 @@ class Owner:
                     "for instance through anyio.from_thread.run"
                 )
             self._thread = thread
-        if os.getpid() != self._process:
-            raise WrongThreadError(f"this {self._name} belongs to the parent process; open a new one after the fork")
+        self._check_process()
 
     def check(self) -> None:
         """Refuse a caller that is not the owner, and everyone once the object is closed.
@@ -50,3 +59,7 @@ class Owner:
         self.check_thread()
         if self.is_closed:
             raise ClosedError(f"this {self._name} is closed; open a new one")
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise WrongThreadError(f"this {self._name} belongs to the parent process; open a new one after the fork")

@@ -295,9 +295,10 @@ class Ticket:
         generation: Resets of the manager before the ticket was made.
         is_open: Neither completed nor aborted yet.
         is_waiting: Not settled yet.
+        waits_since: When its wait began, on the manager's clock, as long as it waits.
     """
 
-    __slots__ = ("_on_settled", "epoch", "generation", "holder", "is_open", "is_waiting", "slots")
+    __slots__ = ("_on_settled", "epoch", "generation", "holder", "is_open", "is_waiting", "slots", "waits_since")
 
     def __init__(self, holder: SlotHolder, epoch: int, generation: int) -> None:
         self.holder = holder
@@ -306,6 +307,7 @@ class Ticket:
         self.generation = generation
         self.is_open = True
         self.is_waiting = False
+        self.waits_since: float | None = None
         self._on_settled: list[Callable[[], None]] = []
 
     def lease(self) -> Lease:

@@ -167,6 +167,7 @@ class ClusterWorker(TransferWorker):
             ranks = set(self._ranks_of(transfer))
             transfer.state = TransferState.SENT
             transfer.sent_at = self._clock.now()
+            self.queue_seconds[transfer.direction] += transfer.sent_at - transfer.submitted_at
             transfer.byte_count = self._bytes_of(transfer) * len(ranks)
             self.in_flight_bytes += transfer.byte_count
             self._sent[job_id] = transfer
@@ -324,6 +325,7 @@ class ClusterWorker(TransferWorker):
         if transfer.state is TransferState.SENT:
             self.in_flight_bytes -= transfer.byte_count
             self.busy_seconds[transfer.direction] += transfer.seconds
+            self.landed_count[transfer.direction] += transfer.error is None
         for kept in (self._queued, self._sent, self._awaited_of, self._fences):
             kept.pop(transfer.job_id, None)
         self._urgent.discard(transfer.job_id)

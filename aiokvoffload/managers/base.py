@@ -9,9 +9,9 @@ Cancelling a waiting coroutine takes its place in line, its pins and its reserva
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 import anyio
@@ -52,11 +52,18 @@ class ManagerStatistics:
         kept: Ready slots that a hint keeps; one whose time is over counts until a call needs room.
         waiting_stores: Offers standing in line for room.
         waiting_loads: Loads waiting for blocks being written.
+        waited_stores: Offers that have stood in line.
+        waited_loads: Loads that have waited.
+        store_wait_seconds: How long those offers stood there, together.
+        load_wait_seconds: How long those loads waited, together.
         stored_blocks: Blocks committed.
         evicted_blocks: Blocks that left for others.
         refused_blocks: Blocks offered that found no room.
         failed_blocks: Blocks whose write failed or was aborted.
         hit_blocks: Blocks pinned for loading.
+        misses_by_reason: Blocks that loads asked for, and that come after the prefix which was found: "absent", it or
+            one before it was not there; "stale", the request is of an older epoch; "failed", it was pinned while it was
+            being written, so that it is among the hits too, and that has failed.
         taken_along_blocks: Blocks put first in line because a load has taken them along.
         rescued_blocks: Blocks that were given up by the GPU while they were stored.
         rejected_completions: Completions that came late, twice, or with another manager's ticket.
@@ -73,11 +80,16 @@ class ManagerStatistics:
     kept: int = 0
     waiting_stores: int = 0
     waiting_loads: int = 0
+    waited_stores: int = 0
+    waited_loads: int = 0
+    store_wait_seconds: float = 0.0
+    load_wait_seconds: float = 0.0
     stored_blocks: int = 0
     evicted_blocks: int = 0
     refused_blocks: int = 0
     failed_blocks: int = 0
     hit_blocks: int = 0
+    misses_by_reason: Mapping[str, int] = field(default_factory=dict)
     taken_along_blocks: int = 0
     rescued_blocks: int = 0
     rejected_completions: int = 0

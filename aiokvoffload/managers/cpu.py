@@ -19,7 +19,7 @@ from aiokvoffload.managers.offers import Offer, Offers
 from aiokvoffload.managers.placement import SlotPlacement
 from aiokvoffload.managers.prefix import PrefixMatcher
 from aiokvoffload.managers.requests import RequestTable
-from aiokvoffload.managers.tally import SettledTickets, Tally
+from aiokvoffload.managers.tally import SettledTickets, Tally, WaitTally, blocks_beyond
 from aiokvoffload.managers.waits import LoadRequest, Take
 from aiokvoffload.ownership import Owner
 from aiokvoffload.policies.base import POLICIES, Access, CachePolicy
@@ -88,8 +88,9 @@ class CPUOffloadingManager(OffloadingManager):
         self._epoch = 0
         self._generation = 0
         self._tally = Tally()
-        self._settled = SettledTickets()
-        self._loads = Loads(self._blocks, self._prefix, self._settled)
+        self._waits = WaitTally(self.clock.now)
+        self._settled = SettledTickets(self._waits)
+        self._loads = Loads(self._blocks, self._prefix, self._settled, self._tally)
         self._offers = Offers(
             self._blocks, policy, self._placement, self._announcer, self._tally, self._settled, self.clock
         )
@@ -210,8 +211,11 @@ class CPUOffloadingManager(OffloadingManager):
         binding = self._bind(ctx)
         ticket = PrepareLoadOutput(self, self._epoch, self._generation)
         request = LoadRequest(self._prefix.split(keys, group_sizes), take, resident_tokens)
-        self._loads.start(ticket, request, "known" if binding.epoch == self._epoch else "none")
+        is_current = binding.epoch == self._epoch
+        self._loads.start(ticket, request, "known" if is_current else "none")
+        self._waits.begin(ticket)
         self._tally.hits += len(ticket.keys)
+        self._tally.note_misses(self._missed_count(ticket, request), "absent" if is_current else "stale")
         return ticket
 
     def watch_nowait(self, keys: Keys) -> PrepareLoadOutput:
@@ -260,6 +264,7 @@ class CPUOffloadingManager(OffloadingManager):
         if is_new:
             self._blocks.touch(keys, found, offer.access)
         self._offers.make(offer, found, is_leading_enough=when_full == "leading", may_wait=when_full == "wait")
+        self._waits.begin(ticket)
         self._end_step()
         return ticket
 
@@ -396,11 +401,16 @@ class CPUOffloadingManager(OffloadingManager):
             kept=self._placement.kept_count,
             waiting_stores=len(self._offers),
             waiting_loads=len(self._loads.waiting_tickets),
+            waited_stores=self._waits.stores,
+            waited_loads=self._waits.loads,
+            store_wait_seconds=self._waits.store_seconds,
+            load_wait_seconds=self._waits.load_seconds,
             stored_blocks=tally.stored,
             evicted_blocks=tally.evicted,
             refused_blocks=tally.refused,
             failed_blocks=tally.failed,
             hit_blocks=tally.hits,
+            misses_by_reason=dict(tally.missed),
             taken_along_blocks=tally.taken_along,
             rescued_blocks=tally.rescued,
             rejected_completions=tally.rejected,
@@ -430,6 +440,12 @@ class CPUOffloadingManager(OffloadingManager):
     def _bind(self, ctx: ReqContext | None) -> RequestBinding:
         self._check()
         return self._requests.bind(ctx, self._epoch)
+
+    def _missed_count(self, ticket: PrepareLoadOutput, request: LoadRequest) -> int:
+        """Return how many of the blocks asked for a new load does not get."""
+        if request.take == "leading":
+            return blocks_beyond(request.parts, self.block_tokens, ticket.token_count)
+        return 0 if ticket.keys else sum(map(len, request.parts))
 
     def _access(self, binding: RequestBinding, ctx: ReqContext | None, depths: Sequence[int] | None) -> Access:
         now = self.clock.now()

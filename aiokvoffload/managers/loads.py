@@ -9,7 +9,7 @@ from aiokvoffload.key_index import NOT_FOUND
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.managers.blocks import BlockTable
 from aiokvoffload.managers.prefix import PrefixMatcher
-from aiokvoffload.managers.tally import SettledTickets
+from aiokvoffload.managers.tally import SettledTickets, Tally
 from aiokvoffload.managers.waits import LoadRequest, WriteWaits
 from aiokvoffload.policies.slots import SlotArray
 from aiokvoffload.specs import PrepareLoadOutput, PrepareStoreOutput
@@ -25,12 +25,14 @@ class Loads:
         blocks: Which blocks there are.
         prefix: Where prefixes can end.
         settled: Takes the tickets whose wait has ended.
+        tally: Counts what they did not get.
     """
 
-    def __init__(self, blocks: BlockTable, prefix: PrefixMatcher, settled: SettledTickets) -> None:
+    def __init__(self, blocks: BlockTable, prefix: PrefixMatcher, settled: SettledTickets, tally: Tally) -> None:
         self._blocks = blocks
         self._prefix = prefix
         self._settled = settled
+        self._tally = tally
         self._waits = WriteWaits()
 
     @property
@@ -68,6 +70,7 @@ class Loads:
             held = ticket.slots
             self._pin(ticket, request, "none" if is_missed else "ready")
             self._blocks.release(held)
+            self._tally.note_misses(len(held) - len(ticket.slots), "failed")
         self._settled.add(ticket)
 
     def settle_all(self, *, is_missed: bool = False) -> None:

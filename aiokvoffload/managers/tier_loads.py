@@ -20,10 +20,14 @@ Keys = Sequence[OffloadKey]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadArguments:
-    """What a load has asked for; see `OffloadingManager.prepare_load_nowait`."""
+    """What a load has asked for; see `OffloadingManager.prepare_load_nowait`.
+
+    `is_current` says whether its request is of the epoch in which it asked.
+    """
 
     keys: Keys
     ctx: ReqContext | None
+    is_current: bool
     take: Take
     group_sizes: Sequence[int] | None
     resident_tokens: int
@@ -62,7 +66,7 @@ class TierLoad:
     ) -> None:
         self.ticket = ticket
         self.held = held
-        self._arguments = arguments
+        self.arguments = arguments
         self._backing = backing
         self._promotions = promotions
         self._on_over = on_over
@@ -111,13 +115,13 @@ class TierLoad:
         sources, depth_of = self._sources()
         if not self._promotions.has_room(sources):
             return False
-        self._promotions.start(sources, depth_of, self._arguments.ctx)
+        self._promotions.start(sources, depth_of, self.arguments.ctx)
         self._hold_what_is_there()
         return True
 
     def _hold_what_is_there(self) -> None:
         """Pin what CPU memory has by now, or will have, and wait for no more than that."""
-        before, self.held = self.held, self._arguments.pin(self._backing)
+        before, self.held = self.held, self.arguments.pin(self._backing)
         self._backing.complete_load_nowait(before)
         self.wait_for_held()
 
@@ -129,7 +133,7 @@ class TierLoad:
 
     def _needed(self) -> tuple[list[OffloadKey], dict[OffloadKey, int]]:
         """Return which blocks the load can use, by what is known now, and the token position of each one's end."""
-        prefix, arguments = self._backing.prefix, self._arguments
+        prefix, arguments = self._backing.prefix, self.arguments
         parts = prefix.split(arguments.keys, arguments.group_sizes)
 
         def are_usable(keys: Sequence[OffloadKey]) -> list[bool]:

@@ -21,6 +21,7 @@ from aiokvoffload.managers.cascade import Cascade
 from aiokvoffload.managers.cpu import CPUOffloadingManager
 from aiokvoffload.managers.promotions import Promotions, SlotBytes
 from aiokvoffload.managers.requests import RequestTable
+from aiokvoffload.managers.tally import Tally, WaitTally, blocks_beyond
 from aiokvoffload.managers.tier_loads import LoadArguments, TierLoad, adopt
 from aiokvoffload.managers.tier_lookups import TierLookups, TierSearch
 from aiokvoffload.managers.tier_plan import PlannedTier, TierPlan, TierUseStatistics
@@ -93,7 +94,8 @@ class TieredOffloadingManager(OffloadingManager):
         self._offered: dict[PrepareStoreOutput, _Offered] = {}
         self._loads: dict[PrepareLoadOutput, TierLoad] = {}
         self._requests = RequestTable()
-        self._hits = self._repeated = 0
+        self._tally = Tally()
+        self._waits = WaitTally(self.clock.now)
         self._loop: object = None
         self._silence: list[Callable[[], None]] = []
 
@@ -213,7 +215,12 @@ class TieredOffloadingManager(OffloadingManager):
     ) -> PrepareLoadOutput:
         """Pin what CPU memory has, and wait for what tiers have."""
         arguments = LoadArguments(
-            keys=list(keys), ctx=ctx, take=take, group_sizes=group_sizes, resident_tokens=resident_tokens
+            keys=list(keys),
+            ctx=ctx,
+            is_current=self._backing.is_current(ctx),
+            take=take,
+            group_sizes=group_sizes,
+            resident_tokens=resident_tokens,
         )
         held = arguments.pin(self._backing)
         ticket = PrepareLoadOutput(self, held.epoch, held.generation)
@@ -227,6 +234,7 @@ class TieredOffloadingManager(OffloadingManager):
             load.look_for(missing, self._lookups, tiers)
         else:
             load.wait_for_held()
+        self._waits.begin(ticket)
         return ticket
 
     def watch_nowait(self, keys: Keys) -> PrepareLoadOutput:
@@ -238,7 +246,7 @@ class TieredOffloadingManager(OffloadingManager):
         if ticket.holder is not self:
             return self._backing.complete_load_nowait(ticket, take_along=take_along)
         if not ticket.is_open:
-            self._repeated += 1
+            self._tally.rejected += 1
             return Completion.REPEATED
         load = self._loads.get(ticket)
         if load is None:
@@ -249,6 +257,7 @@ class TieredOffloadingManager(OffloadingManager):
         if not ticket.is_waiting:
             return self._backing.complete_load_nowait(load.held, take_along=take_along)
         load.give_up()
+        self._waits.end(ticket)
         completion = self._backing.complete_load_nowait(load.held)
         ticket.keys = ()
         ticket.settle()
@@ -348,8 +357,11 @@ class TieredOffloadingManager(OffloadingManager):
             promoting=promoting,
             waiting_loads=statistics.waiting_loads
             + sum(ticket.is_waiting and not load.held.is_waiting for ticket, load in self._loads.items()),
-            hit_blocks=self._hits,
-            rejected_completions=statistics.rejected_completions + self._repeated,
+            waited_loads=self._waits.loads,
+            load_wait_seconds=self._waits.load_seconds,
+            hit_blocks=self._tally.hits,
+            misses_by_reason=dict(self._tally.missed),
+            rejected_completions=statistics.rejected_completions + self._tally.rejected,
         )
 
     def close_nowait(self) -> None:
@@ -490,12 +502,23 @@ class TieredOffloadingManager(OffloadingManager):
 
     def _end_load(self, load: TierLoad) -> None:
         ticket = load.ticket
-        self._hits += len(ticket.keys)
+        self._waits.end(ticket)
+        self._tally.hits += len(ticket.keys)
+        is_current = load.arguments.is_current and ticket.epoch == self.epoch
+        self._tally.note_misses(self._missed_count(load), "absent" if is_current else "stale")
         if not ticket.keys:
             # A miss need not be completed, so nothing may be kept for it.
             self._backing.complete_load_nowait(load.held)
             del self._loads[ticket]
         ticket.settle()
+
+    def _missed_count(self, load: TierLoad) -> int:
+        """Return how many of the blocks asked for a load that is over does not get."""
+        arguments = load.arguments
+        parts = self._backing.prefix.split(arguments.keys, arguments.group_sizes)
+        if arguments.take == "leading":
+            return blocks_beyond(parts, self._backing.block_tokens, load.ticket.token_count)
+        return 0 if load.ticket.keys else sum(map(len, parts))
 
     def _let_go(self) -> None:
         """Miss for all loads that wait, and forget what waits to be written."""

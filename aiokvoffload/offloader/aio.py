@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -14,6 +15,7 @@ from aiokvoffload.keys import OffloadKey
 from aiokvoffload.offloader.handles import TransferHandle
 from aiokvoffload.offloader.machine import OffloaderMachine
 from aiokvoffload.offloader.parts import Parts
+from aiokvoffload.offloader.statistics import OffloaderStatistics
 from aiokvoffload.offloader.subscriptions import DEFAULT_EVENT_BUFFER, EventStream
 from aiokvoffload.offloader.tickets import LoadTicket
 from aiokvoffload.offloader.waiting import Watchers
@@ -62,9 +64,12 @@ class Offloader(OffloaderMachine):
         self._check()
         if self._fault is not None:
             return 0
-        return await self.manager.lookup_prefix(
-            keys, ctx, group_sizes=self.shapes.group_sizes(keys), timeout_seconds=timeout_seconds
-        )
+        with self.tracing.span("lookup", len(keys), ctx) as span:
+            tokens = await self.manager.lookup_prefix(
+                keys, ctx, group_sizes=self.shapes.group_sizes(keys), timeout_seconds=timeout_seconds
+            )
+            span.note(tokens=tokens)
+            return tokens
 
     async def load(
         self,
@@ -98,11 +103,15 @@ class Offloader(OffloaderMachine):
         self._check()
         blocks = self.shapes.check_blocks(gpu_blocks, len(keys) * self.block_size_factor)
         after = self._worker.event_after(after) or ALREADY_DONE  # as of now, not of the end of the wait
-        with self.prepare_load(keys, ctx) as ticket:
-            if await ticket.ready(timeout_seconds=timeout_seconds) is LookupResult.MISS:
-                return 0
-            handle = ticket.start(ticket.choose(blocks), after=after, take_along=take_along)
-        return (await self._finish(handle)).token_count
+        with self.tracing.span("load", len(keys), ctx) as span:
+            with self.prepare_load(keys, ctx) as ticket:
+                if await ticket.ready(timeout_seconds=timeout_seconds) is LookupResult.MISS:
+                    span.note(tokens=0)
+                    return 0
+                handle = ticket.start(ticket.choose(blocks), after=after, take_along=take_along)
+            tokens = (await self._finish(handle)).token_count
+            span.note(tokens=tokens)
+            return tokens
 
     async def store(
         self,
@@ -123,9 +132,11 @@ class Offloader(OffloaderMachine):
             BlocksInFlightError: A copy has not landed by its deadline.
         """
         await checkpoint_if_cancelled()
-        handle = self.store_soon(keys, gpu_blocks, ctx, filtered=filtered, first_block=first_block, after=after)
-        await self._finish(handle)
-        return handle.outcomes
+        with self.tracing.span("store", len(keys), ctx) as span:
+            handle = self.store_soon(keys, gpu_blocks, ctx, filtered=filtered, first_block=first_block, after=after)
+            await self._finish(handle)
+            span.note(stored_blocks=handle.outcomes.count(StoreOutcome.ACCEPTED))
+            return handle.outcomes
 
     async def demote(
         self,
@@ -145,9 +156,11 @@ class Offloader(OffloaderMachine):
             BlocksInFlightError: A copy has not landed by its deadline.
         """
         await checkpoint_if_cancelled()
-        handle = self.demote_soon(keys, gpu_blocks, ctx, filtered=filtered, after=after)
-        await self._finish(handle)
-        return handle.outcomes
+        with self.tracing.span("demotion", len(keys), ctx) as span:
+            handle = self.demote_soon(keys, gpu_blocks, ctx, filtered=filtered, after=after)
+            await self._finish(handle)
+            span.note(stored_blocks=handle.outcomes.count(StoreOutcome.ACCEPTED))
+            return handle.outcomes
 
     def events(self, *, buffer_size: int = DEFAULT_EVENT_BUFFER) -> EventStream:
         """Return an async iterator over what is stored, removed and cleared from now on."""
@@ -210,12 +223,33 @@ class Offloader(OffloaderMachine):
         if stuck:
             raise BlocksInFlightError(stuck, seconds)
 
+    def statistics(self) -> OffloaderStatistics:
+        """See `OffloaderMachine.statistics`."""
+        lateness = self._poller.lateness
+        return replace(
+            super().statistics(),
+            poll_count=self._poller.poll_count,
+            loop_stall_seconds=lateness.total_seconds,
+            longest_loop_stall_seconds=lateness.longest_seconds,
+        )
+
+    def _answers_threads(self) -> bool:
+        return self._poller.is_running and super()._answers_threads()
+
+    def _ring(self) -> None:
+        self._poller.ring()
+
     def _check(self) -> None:
         super()._check()
         if self._is_closing:
             raise ClosedError("this offloader is being closed; open a new one")
         if not self._poller.is_running:
             raise StateError("the event loop this offloader was opened in has ended; open a new one in this one")
+        self._check_loop()
+
+    def check_waiter(self) -> None:
+        """See `OffloaderMachine.check_waiter`."""
+        super().check_waiter()
         self._check_loop()
 
     def _check_loop(self) -> None:

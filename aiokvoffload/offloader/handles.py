@@ -71,11 +71,13 @@ class TransferHandle:
 
         Raises:
             BlocksInFlightError: The copy has missed its deadline; it may still land.
+            WrongThreadError: The caller is in another thread or event loop, where it would never be woken.
         """
         return self._settled().__await__()
 
     async def sent(self) -> None:
         """Wait until the device has the copies, or they are over."""
+        self._machine.check_waiter()
         await self._watchers.wait_until(lambda: self.is_sent)
 
     def fence(self) -> None:
@@ -91,7 +93,12 @@ class TransferHandle:
             self._machine.fence(self._transfer)
 
     def on_idle(self, callback: Callable[[TransferHandle], None]) -> None:
-        """Call `callback(handle)` once the GPU blocks are idle, or now; from the owning thread."""
+        """Call `callback(handle)` once the GPU blocks are idle, or now; from the owning thread.
+
+        Raises:
+            WrongThreadError: Another thread has called.
+        """
+        self._machine.check_waiter()
         if self.is_idle:
             callback(self)
         else:
@@ -166,6 +173,7 @@ class TransferHandle:
         return self
 
     async def _settled(self) -> TransferResult:
+        self._machine.check_waiter()
         await self._watchers.wait_until(lambda: self.is_settled)
         return self._checked_result(self._machine.deadlines.landing_seconds)
 

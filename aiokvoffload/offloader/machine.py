@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from aiokvoffload.devices.base import Direction, Event
 from aiokvoffload.errors import InvalidRequestError, RankLostError, StateError
+from aiokvoffload.events import EventSink
 from aiokvoffload.keys import (
     CacheIdentity,
     OffloadKey,
@@ -23,12 +24,14 @@ from aiokvoffload.keys import (
     offload_keys,
     root_hash,
 )
+from aiokvoffload.kv_caches import KVGroup
 from aiokvoffload.offloader.demotion import choose_sendable
 from aiokvoffload.offloader.handles import TransferHandle
 from aiokvoffload.offloader.parts import Parts
 from aiokvoffload.offloader.shapes import BlockShapes
-from aiokvoffload.offloader.statistics import OffloaderStatistics
+from aiokvoffload.offloader.statistics import OffloaderStatistics, StatisticsDesk, StatisticsSnapshot, take_statistics
 from aiokvoffload.offloader.tickets import LoadTicket
+from aiokvoffload.offloader.tracing import NoTracing, Tracing
 from aiokvoffload.offloader.waiting import Watchers
 from aiokvoffload.ownership import Owner
 from aiokvoffload.specs import (
@@ -53,6 +56,10 @@ class OffloaderMachine:
 
     Args:
         parts: What it is made of, and closes in the end.
+
+    Attributes:
+        tracing: Watches single calls.
+        waiting_name: What it is told that loads wait for.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -67,9 +74,12 @@ class OffloaderMachine:
         self._worker = parts.worker
         self._owner = Owner("offloader")
         self._owner.check_thread()
+        self.tracing: Tracing = NoTracing()
+        self.waiting_name = "promotion" if parts.manager.tier_statistics() else "pending"
         self._fault: str | None = None
         self._ended: list[TransferHandle] = []
         self._end_watchers = Watchers()
+        self._statistics_desk = StatisticsDesk(OffloaderMachine.statistics(self), self.clock.now)
 
     # Keys
 
@@ -87,6 +97,11 @@ class OffloaderMachine:
     def block_size_factor(self) -> int:
         """GPU blocks per offloaded block."""
         return self._cache.block_size_factor
+
+    @property
+    def groups(self) -> tuple[KVGroup, ...]:
+        """The KV groups, in the order of their index in the keys."""
+        return self._cache.groups
 
     def root(self, *, adapter: str = "", salt: str = "") -> bytes:
         """Return the start of a request's hash chain, of the present epoch."""
@@ -259,12 +274,12 @@ class OffloaderMachine:
         self.shapes.check_resident_tokens(resident_tokens)
         if self._fault is not None:
             ticket = PrepareLoadOutput(self.manager, self.manager.epoch, 0)
-            return LoadTicket(self, ticket, sizes, resident_tokens)
+            return LoadTicket(self, ticket, sizes, resident_tokens, ctx)
         self.manager.touch(keys, ctx, depths=self.shapes.depths(sizes))
         ticket = self.manager.prepare_load_nowait(
             keys, ctx, take="leading", group_sizes=sizes, resident_tokens=resident_tokens
         )
-        return LoadTicket(self, ticket, sizes, resident_tokens)
+        return LoadTicket(self, ticket, sizes, resident_tokens, ctx)
 
     def launch_load(
         self,
@@ -310,6 +325,8 @@ class OffloaderMachine:
         """Poll once and say when to poll next; never raises."""
         self.guarded(self._worker.poll)
         self.guarded(self.manager.poll_nowait)
+        if self._statistics_desk.is_asked:
+            self.guarded(self._answer_threads)
         return PollStep(bool(self._ended), self._worker.seconds_to_landing(), self._seconds_to_deadline())
 
     def _seconds_to_deadline(self) -> float | None:
@@ -377,6 +394,7 @@ class OffloaderMachine:
 
     def fence(self, transfer: Transfer) -> None:
         """Let the compute stream wait for a transfer; for `TransferHandle.fence`."""
+        self._owner.check_thread()
         self._worker.fence(transfer)
 
     def withdraw(self, transfer: Transfer) -> bool:
@@ -391,6 +409,15 @@ class OffloaderMachine:
 
     # The whole
 
+    def add_event_sink(self, sink: EventSink) -> Callable[[], None]:
+        """Let a sink take what is stored, removed and cleared from now on; return what takes it away.
+
+        It is called in the step itself, so it must return at once and must not call the offloader; see `EventSink`. One
+        that raises is detached and counted.
+        """
+        self._check()
+        return self._parts.hub.add_sink(sink)
+
     def reset_nowait(self) -> None:
         """Forget all blocks in CPU memory: stores under way will not count, loads under way finish."""
         self._check()
@@ -403,22 +430,38 @@ class OffloaderMachine:
         self._identity = self._identity.next_epoch()
 
     def statistics(self) -> OffloaderStatistics:
-        """Return the counts of this moment."""
-        worker = self._worker
-        return OffloaderStatistics(
-            manager=self.manager.statistics(),
-            queued_transfers=worker.queued_count,
-            sent_transfers=worker.sent_count,
-            in_flight_bytes=worker.in_flight_bytes,
-            stored_bytes=worker.byte_count[Direction.STORE],
-            loaded_bytes=worker.byte_count[Direction.LOAD],
-            store_seconds=worker.busy_seconds[Direction.STORE],
-            load_seconds=worker.busy_seconds[Direction.LOAD],
-            joined_blocks=worker.joined_block_count,
-            memory_is_pinned=self.memory.is_pinned,
-            fault=self._fault,
-            tiers=self.manager.tier_statistics(),
-        )
+        """Return the counts of this moment.
+
+        Raises:
+            WrongThreadError: Another thread asks; see `read_statistics`.
+        """
+        self._owner.check_thread()
+        return take_statistics(self._parts, self._fault)
+
+    def read_statistics(self, *, timeout_seconds: float = 1.0) -> StatisticsSnapshot:
+        """Return the counts, from whatever thread: the owner takes them at its next poll.
+
+        If that does not come within `timeout_seconds`, or never will, they are those that were taken last. The owner
+        itself gets those of this moment.
+
+        Raises:
+            WrongThreadError: The call comes from a process forked after the offloader was opened.
+        """
+        if self._owner.is_caller:
+            self._answer_threads()
+        elif self._answers_threads():
+            self._statistics_desk.ask(self._ring, timeout_seconds)
+        return self._statistics_desk.last()
+
+    def _answers_threads(self) -> bool:
+        """Return whether there will be another poll; from any thread."""
+        return not self._owner.is_closed
+
+    def _answer_threads(self) -> None:
+        self._statistics_desk.answer(self.statistics())
+
+    def _ring(self) -> None:
+        """Let the owner poll soon, where it can be told; from any thread."""
 
     def close_parts(self) -> None:
         """Close everything, once nothing more can be waited for; idempotent.
@@ -432,7 +475,16 @@ class OffloaderMachine:
         for tier in self._parts.tiers:
             self.guarded(partial(tier.close, drain_seconds=0.0))
         self._parts.hub.close()
+        self.guarded(self._answer_threads)
         self._parts.close(has_copies_under_way=bool(self._worker.sent_count))
+
+    def check_waiter(self) -> None:
+        """Refuse whoever would never be woken: a caller in another thread, or in another event loop.
+
+        Raises:
+            WrongThreadError: It is one.
+        """
+        self._owner.check_thread()
 
     def gpu_blocks_in_flight(self) -> frozenset[int]:
         """Return the GPU blocks of all transfers that were sent and have not landed."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from aiokvoffload.errors import BlocksInFlightError
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.offloader.machine import OffloaderMachine
+from aiokvoffload.offloader.tickets import LoadTicket
 from aiokvoffload.specs import LookupResult, ReqContext, StoreOutcome
 from aiokvoffload.transfers.base import ALREADY_DONE, After
 
@@ -23,7 +24,10 @@ class SyncOffloader(OffloaderMachine):
         self._check()
         if self._fault is not None:
             return 0
-        return self.manager.lookup_prefix_nowait(keys, ctx, group_sizes=self.shapes.group_sizes(keys))
+        with self.tracing.span("lookup", len(keys), ctx) as span:
+            tokens = self.manager.lookup_prefix_nowait(keys, ctx, group_sizes=self.shapes.group_sizes(keys))
+            span.note(tokens=tokens)
+            return tokens
 
     def load(
         self,
@@ -48,13 +52,15 @@ class SyncOffloader(OffloaderMachine):
         blocks = self.shapes.check_blocks(gpu_blocks, len(keys) * self.block_size_factor)
         seconds = self.deadlines.pending_seconds if timeout_seconds is None else timeout_seconds
         after = self._worker.event_after(after) or ALREADY_DONE  # as of now, not of the end of the wait
-        with self.prepare_load(keys, ctx) as ticket:
-            self.block_until(lambda: ticket.result is not LookupResult.PENDING, seconds)
-            ticket.settle()
-            if ticket.result is LookupResult.MISS:
-                return 0
-            handle = ticket.start(ticket.choose(blocks), after=after, take_along=take_along)
-        return handle.wait(timeout_seconds=self.deadlines.landing_seconds).token_count
+        with self.tracing.span("load", len(keys), ctx) as span:
+            with self.prepare_load(keys, ctx) as ticket:
+                if self._wait_ready(ticket, seconds) is LookupResult.MISS:
+                    span.note(tokens=0)
+                    return 0
+                handle = ticket.start(ticket.choose(blocks), after=after, take_along=take_along)
+            tokens = handle.wait(timeout_seconds=self.deadlines.landing_seconds).token_count
+            span.note(tokens=tokens)
+            return tokens
 
     def store(
         self,
@@ -75,9 +81,11 @@ class SyncOffloader(OffloaderMachine):
             BlocksInFlightError: A copy has not landed by its deadline.
         """
         self.check_sends_by_itself()
-        handle = self.store_soon(keys, gpu_blocks, ctx, filtered=filtered, first_block=first_block, after=after)
-        handle.wait(timeout_seconds=self.deadlines.landing_seconds)
-        return handle.outcomes
+        with self.tracing.span("store", len(keys), ctx) as span:
+            handle = self.store_soon(keys, gpu_blocks, ctx, filtered=filtered, first_block=first_block, after=after)
+            handle.wait(timeout_seconds=self.deadlines.landing_seconds)
+            span.note(stored_blocks=handle.outcomes.count(StoreOutcome.ACCEPTED))
+            return handle.outcomes
 
     def demote(
         self,
@@ -97,9 +105,11 @@ class SyncOffloader(OffloaderMachine):
             BlocksInFlightError: A copy has not landed by its deadline.
         """
         self.check_sends_by_itself()
-        handle = self.demote_soon(keys, gpu_blocks, ctx, filtered=filtered, after=after)
-        handle.wait(timeout_seconds=self.deadlines.landing_seconds)
-        return handle.outcomes
+        with self.tracing.span("demotion", len(keys), ctx) as span:
+            handle = self.demote_soon(keys, gpu_blocks, ctx, filtered=filtered, after=after)
+            handle.wait(timeout_seconds=self.deadlines.landing_seconds)
+            span.note(stored_blocks=handle.outcomes.count(StoreOutcome.ACCEPTED))
+            return handle.outcomes
 
     def reset(self) -> None:
         """See `reset_nowait`."""
@@ -126,3 +136,12 @@ class SyncOffloader(OffloaderMachine):
         self.close_parts()
         if stuck:
             raise BlocksInFlightError(stuck, seconds)
+
+    def _wait_ready(self, ticket: LoadTicket, timeout_seconds: float) -> LookupResult:
+        """Wait, blocking, until no block is being written or read from a tier; at the timeout, go on with the rest."""
+        if ticket.result is LookupResult.PENDING:
+            with ticket.waiting_span() as span:
+                self.block_until(lambda: ticket.result is not LookupResult.PENDING, timeout_seconds)
+                ticket.settle()
+                span.note(tokens=ticket.token_count)
+        return ticket.result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -11,7 +12,8 @@ import anyio
 from aiokvoffload.clock import deadline_after
 from aiokvoffload.errors import StateError
 from aiokvoffload.offloader.handles import TransferHandle
-from aiokvoffload.specs import LookupResult, PrepareLoadOutput
+from aiokvoffload.offloader.tracing import CallSpan
+from aiokvoffload.specs import LookupResult, PrepareLoadOutput, ReqContext
 
 if TYPE_CHECKING:
     from aiokvoffload.offloader.machine import OffloaderMachine
@@ -31,8 +33,10 @@ class LoadTicket:
         ticket: PrepareLoadOutput,
         key_counts: Sequence[int],
         resident_tokens: int,
+        ctx: ReqContext | None = None,
     ) -> None:
         self._machine = machine
+        self._ctx = ctx
         self._key_counts = key_counts
         self._ticket = ticket
         self._resident_tokens = resident_tokens
@@ -65,16 +69,26 @@ class LoadTicket:
 
         Args:
             timeout_seconds: Defaults to `Deadlines.pending_seconds`.
+
+        Raises:
+            WrongThreadError: The caller is in another thread or event loop, where it would never be woken.
         """
+        self._machine.check_waiter()
         if self._ticket.is_waiting:
             clock = self._machine.clock
             seconds = self._machine.deadlines.pending_seconds if timeout_seconds is None else timeout_seconds
             settled = anyio.Event()
             self._ticket.on_settled(settled.set)
-            with clock.cancel_at(deadline_after(clock, seconds)):
-                await settled.wait()
-            self.settle()
+            with self.waiting_span() as span:
+                with clock.cancel_at(deadline_after(clock, seconds)):
+                    await settled.wait()
+                self.settle()
+                span.note(tokens=self.token_count)
         return self.result
+
+    def waiting_span(self) -> AbstractContextManager[CallSpan]:
+        """Return what watches the wait for blocks."""
+        return self._machine.tracing.span(self._machine.waiting_name, sum(self._key_counts), self._ctx)
 
     def settle(self) -> None:
         """End the wait with what is there now, if it has not ended."""
@@ -113,8 +127,8 @@ class LoadTicket:
     def abort(self) -> None:
         """Unpin; nothing happens if the load was started."""
         if not self._is_used:
-            self._is_used = True
             self._machine.manager.complete_load_nowait(self._ticket)
+            self._is_used = True
 
     def __enter__(self) -> Self:
         return self

@@ -405,7 +405,8 @@ class ManagerModel:
         self.now = 0.0
         self.session_of: dict[str, str] = {}
         self.stored = self.evicted = self.refused = self.failed = self.hits = self.rejected = 0
-        self.taken_along = self.rescued = 0
+        self.taken_along = self.rescued = self.waited_loads = self.waited_stores = 0
+        self.misses: dict[str, int] = {}
         self._bindings: dict[str, ModelBinding] = {}
         self._open_stores: list[ModelStore] = []
         self._last_tick = 0
@@ -458,6 +459,7 @@ class ManagerModel:
         )
         self._pin(load, lambda key: is_current and self.find(key) is not None)
         self.hits += len(load.keys)
+        self._note_misses(self._missed_count(load), "absent" if is_current else "stale")
         load.writes = [store for store in self._open_stores if any(block in store.blocks for block in load.blocks)]
         if load.writes:
             load.is_waiting = True
@@ -472,6 +474,7 @@ class ManagerModel:
         load.is_open = False
         if load.is_waiting:
             load.is_waiting = False
+            self.waited_loads += 1
             load.keys = []
             self.loads.remove(load)
         self._release(load.blocks)
@@ -609,6 +612,7 @@ class ManagerModel:
             self._settle_load(ticket)
         elif isinstance(ticket, ModelStore) and ticket.is_waiting:
             ticket.is_waiting = False
+            self.waited_stores += 1
             self.offers.remove(ticket)
             self._refuse(ticket)
         self._serve_offers()
@@ -646,7 +650,7 @@ class ManagerModel:
         self.epoch += 1
         self.reset()
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, int | dict[str, int]]:
         """Return what `OffloadingManager.statistics` should say, as far as a model can know."""
         return {
             "total": self.block_count,
@@ -659,11 +663,14 @@ class ManagerModel:
             "kept": sum(block.kept_until is not None for block in self.blocks),
             "waiting_stores": len(self.offers),
             "waiting_loads": len(self.loads),
+            "waited_stores": self.waited_stores,
+            "waited_loads": self.waited_loads,
             "stored_blocks": self.stored,
             "evicted_blocks": self.evicted,
             "refused_blocks": self.refused,
             "failed_blocks": self.failed,
             "hit_blocks": self.hits,
+            "misses_by_reason": self.misses,
             "taken_along_blocks": self.taken_along,
             "rescued_blocks": self.rescued,
             "rejected_completions": self.rejected,
@@ -754,10 +761,22 @@ class ManagerModel:
     def _settle_load(self, load: ModelLoad) -> None:
         self.loads.remove(load)
         load.is_waiting = False
+        self.waited_loads += 1
         if not all(block.is_ready for block in load.blocks):
             held = load.blocks
             self._pin(load, self.is_ready)
             self._release(held)
+            self._note_misses(len(held) - len(load.blocks), "failed")
+
+    def _missed_count(self, load: ModelLoad) -> int:
+        if load.take == "all":
+            return 0 if load.keys else sum(map(len, load.parts))
+        ends = [load.token_count // tokens for tokens in self.block_tokens]
+        return sum(len(part[end:]) for part, end in zip(load.parts, ends, strict=True))
+
+    def _note_misses(self, count: int, reason: str) -> None:
+        if count:
+            self.misses[reason] = self.misses.get(reason, 0) + count
 
     def _grant(self, store: ModelStore, *, is_leading_enough: bool) -> bool:
         self._expire()
@@ -811,6 +830,7 @@ class ManagerModel:
                 return
             del self.offers[0]
             store.is_waiting = False
+            self.waited_stores += 1
             store.epoch, store.generation = self.epoch, self.generation
 
     def _release(self, blocks: Iterable[ModelBlock]) -> None:

@@ -140,7 +140,7 @@ class CallDesk:
         # Counted before anyone is called back, so that they see the statistics of this moment.
         self.counts.add(call, index, result)
         if call.unanswered_count == 1:
-            self.counts.add_latency(self._clock.now() - call.started)
+            self.counts.add_latency(call.operation, self._clock.now() - call.started)
         call.answer(index, result)
         return True
 

@@ -54,6 +54,9 @@ class TierStatistics:
         calls_in_flight: Calls that are not over.
         stuck_threads: Threads that have not come back from a call past its deadline.
         late_blocks: Blocks whose work ended after they had been answered.
+        lookup_seconds: How long calls of `contains` took from posting to their answer, together.
+        read_seconds: The same of `get_into`.
+        write_seconds: The same of `put`.
         p50_ms: Median time of a call from posting to its answer.
         p99_ms: The time that one call in a hundred exceeds.
         holdings: What it holds.
@@ -77,6 +80,9 @@ class TierStatistics:
     calls_in_flight: int = 0
     stuck_threads: int = 0
     late_blocks: int = 0
+    lookup_seconds: float = 0.0
+    read_seconds: float = 0.0
+    write_seconds: float = 0.0
     p50_ms: float = 0.0
     p99_ms: float = 0.0
     holdings: Holdings = Holdings()
@@ -91,7 +97,8 @@ class TierCounts:
         self.refusals: Counter[str] = Counter()
         self.bytes: Counter[Operation] = Counter()
         self.late_blocks = 0
-        self._seconds: deque[float] = deque(maxlen=_REMEMBERED_LATENCIES)
+        self.seconds: dict[Operation, float] = dict.fromkeys(Operation, 0.0)
+        self._last_seconds: deque[float] = deque(maxlen=_REMEMBERED_LATENCIES)
 
     def add(self, call: TierCall, index: int, result: BlockResult) -> None:
         """Count the answer to one block."""
@@ -104,9 +111,10 @@ class TierCounts:
         elif (operation, outcome) in ((Operation.GET_INTO, BlockOutcome.HIT), (Operation.PUT, BlockOutcome.STORED)):
             self.bytes[operation] += call.buffers[index].nbytes
 
-    def add_latency(self, seconds: float) -> None:
+    def add_latency(self, operation: Operation, seconds: float) -> None:
         """Count the time of one call."""
-        self._seconds.append(seconds)
+        self.seconds[operation] += seconds
+        self._last_seconds.append(seconds)
 
     def total(self, operation: Operation) -> int:
         """Return the blocks of all answered calls of one kind."""
@@ -114,9 +122,9 @@ class TierCounts:
 
     def percentile_ms(self, share: float) -> float:
         """Return the latency that `share` of the last calls did not exceed."""
-        if not self._seconds:
+        if not self._last_seconds:
             return 0.0
-        ordered = sorted(self._seconds)
+        ordered = sorted(self._last_seconds)
         return 1000.0 * ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)]
 
 

@@ -156,6 +156,8 @@ class TransferWorker(ABC):
         in_flight_bytes: Bytes sent and not landed.
         byte_count: Bytes landed.
         busy_seconds: Device time of what has landed.
+        landed_count: Transfers with copies of their own that have landed.
+        queue_seconds: How long transfers stood in the queue before they were sent.
         joined_block_count: GPU blocks whose load joined a copy under way.
     """
 
@@ -165,6 +167,8 @@ class TransferWorker(ABC):
         self.in_flight_bytes = 0
         self.byte_count = dict.fromkeys(Direction, 0)
         self.busy_seconds = dict.fromkeys(Direction, 0.0)
+        self.landed_count = dict.fromkeys(Direction, 0)
+        self.queue_seconds = dict.fromkeys(Direction, 0.0)
         self.joined_block_count = 0
 
     @property

@@ -12,7 +12,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import anyio
@@ -70,6 +69,37 @@ class Pace:
         return seconds
 
 
+class Lateness:
+    """How long the poller has waited for its turn: from the ring or the timer that woke it to its next poll.
+
+    That is how long the event loop kept its tasks waiting while something was under way, the grain of its timers, about
+    a millisecond, included.
+
+    Args:
+        now: The time.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._rung_at: float | None = None
+        self.total_seconds = 0.0
+        self.longest_seconds = 0.0
+
+    def note_ring(self) -> None:
+        """Note that the poller is to poll; from any thread."""
+        if self._rung_at is None:
+            self._rung_at = self._now()
+
+    def note_turn(self, deadline: float | None) -> None:
+        """Note that the poller has its turn, which a timer would have given it at `deadline`."""
+        rung_at, self._rung_at = self._rung_at, None
+        due = min((time for time in (rung_at, deadline) if time is not None), default=None)
+        if due is not None:
+            seconds = max(0.0, self._now() - due)
+            self.total_seconds += seconds
+            self.longest_seconds = max(self.longest_seconds, seconds)
+
+
 class Doorbell(Protocol):
     """Something that can ring when there is news, such as a device or a worker."""
 
@@ -103,7 +133,8 @@ class Poller:
         self._clock = clock
         self._add_doorbell = add_doorbell
         self._is_stopping = False
-        self._ring: Callable[[], None] = self.wake
+        self.lateness = Lateness(clock.now)
+        self._call_in_loop: Callable[[Callable[[], object]], None] = lambda call: None
         self._task: asyncio.Task[None] | None = None
         self.poll_count = 0
 
@@ -113,7 +144,7 @@ class Poller:
         self._finished = anyio.Event()
         self._loop = running_loop()
         # A closed loop has cancelled the poller, which has drained: a ring that comes later has nobody to wake.
-        self._ring = partial(caller_from_threads(), self.wake)
+        self._call_in_loop = caller_from_threads()
         if is_trio():
             import trio
 
@@ -134,18 +165,29 @@ class Poller:
 
     def wake(self) -> None:
         """Let the poller poll soon; from the event loop's thread."""
+        self.lateness.note_ring()
+        self._wake_up.set()
+
+    def ring(self) -> None:
+        """Let the poller poll soon; from any thread."""
+        self.lateness.note_ring()
+        self._call_in_loop(self._wake_up_now)
+
+    def _wake_up_now(self) -> None:
         self._wake_up.set()
 
     async def stop(self) -> None:
         """Stop polling, and wait until it has stopped."""
         self._is_stopping = True
+        if not self.is_running:
+            return  # what it would be waited with is of a loop that has ended, maybe of another kind
         self.wake()
         with anyio.CancelScope(shield=True):
             await self._finished.wait()
 
     async def _run(self) -> None:
-        silence = self._doorbell.add_doorbell(self._ring)
-        silence_other = self._add_doorbell(self._ring)
+        silence = self._doorbell.add_doorbell(self.ring)
+        silence_other = self._add_doorbell(self.ring)
         try:
             await self._poll_until_stopped(has_doorbell=silence is not None)
         except Exception:
@@ -170,5 +212,7 @@ class Poller:
             self._wake_up = anyio.Event()
             self.poll_count += 1
             seconds = pace.seconds_to_next(self._step())
-            with self._clock.cancel_at(deadline_after(self._clock, seconds)):
+            deadline = deadline_after(self._clock, seconds)
+            with self._clock.cancel_at(deadline):
                 await self._wake_up.wait()
+            self.lateness.note_turn(deadline)

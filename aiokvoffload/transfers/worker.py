@@ -343,6 +343,7 @@ class OffloadingWorker(TransferWorker):
             stores[0].passed_over_count += 1
         transfer.state = TransferState.SENT
         transfer.sent_at = self._clock.now()
+        self.queue_seconds[transfer.direction] += transfer.sent_at - transfer.submitted_at
         if not len(plan.sources):
             transfer.on_sent()
             self._end_or_wait_for_joined(transfer)
@@ -422,6 +423,7 @@ class OffloadingWorker(TransferWorker):
 
     def _measure(self, transfer: Transfer) -> None:
         direction = transfer.direction
+        self.landed_count[direction] += 1
         self.byte_count[direction] += transfer.byte_count
         self.busy_seconds[direction] += transfer.seconds
         if transfer.seconds > 0:

@@ -906,3 +906,42 @@ def test_a_lookup_across_a_weight_update_finds_nothing(backend: str) -> None:
             rig.land_all()
 
     anyio.run(main, backend=backend)
+
+
+def test_misses_and_waits_are_those_of_the_whole_load() -> None:
+    rig = make_rig()
+    rig.put_into_tier(3)
+    rig.store(1, 2)
+    old = ReqContext("old")
+    rig.manager.touch(make_keys(1), old)
+    rig.land_all()
+    ticket = rig.load(1, 2, 3, 4, 5)
+    assert ticket.is_waiting
+    rig.clock.advance(0.5)
+    assert rig.finish(ticket) == 3
+    statistics = rig.manager.statistics()
+    assert (statistics.hit_blocks, statistics.misses_by_reason) == (3, {"absent": 2})
+    assert (statistics.waited_loads, statistics.load_wait_seconds) == (1, 0.5)
+    rig.finish(rig.load(1, 2))
+    given_up = rig.load(1, 6)
+    rig.clock.advance(0.25)
+    rig.manager.complete_load_nowait(given_up)
+    rig.land_all()
+    statistics = rig.manager.statistics()
+    assert (statistics.waited_loads, statistics.load_wait_seconds) == (2, 0.75)
+    rig.manager.bump_epoch_nowait()
+    assert rig.finish(rig.load(1, 2, ctx=old)) == 0
+    assert rig.manager.statistics().misses_by_reason == {"absent": 2, "stale": 2}
+    with_all = rig.manager.prepare_load_nowait(make_keys(1, 2), take="all")
+    rig.land_all()
+    rig.manager.complete_load_nowait(with_all)
+    assert rig.manager.statistics().misses_by_reason == {"absent": 4, "stale": 2}
+    rig.assert_at_rest()
+
+
+def test_what_closing_ends_is_stale_or_absent_but_no_error() -> None:
+    rig = make_rig()
+    ticket = rig.load(1)
+    rig.manager.close_nowait()
+    assert not ticket.is_waiting
+    assert rig.manager.statistics().misses_by_reason == {"absent": 1}

@@ -101,3 +101,40 @@ async def test_a_stream_without_a_buffer_is_refused() -> None:
         for buffer_size in (0, -1):
             with pytest.raises(InvalidRequestError, match="buffer_size"):
                 offloader.events(buffer_size=buffer_size)
+
+
+def test_a_sink_takes_events_until_it_is_taken_away() -> None:
+    rig = Rig()
+    with rig.open() as offloader:
+        first: list[OffloadingEvent] = []
+        second: list[OffloadingEvent] = []
+        remove_first = offloader.add_event_sink(first.append)
+        offloader.add_event_sink(second.append)
+        offloader.store(keys_of(offloader, 1), [0])
+        remove_first()
+        remove_first()
+        offloader.reset()
+    assert [event.kind for event in first] == [EventKind.STORED]
+    assert [event.kind for event in second] == [EventKind.STORED, EventKind.CLEARED]
+
+
+@on_both_loops
+async def test_a_sink_that_raises_is_detached_alone(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig()
+    async with rig.open() as offloader:
+        stream, taken = offloader.events(), list[OffloadingEvent]()
+
+        def fail(event: OffloadingEvent) -> None:
+            raise ZeroDivisionError
+
+        offloader.add_event_sink(fail)
+        offloader.add_event_sink(taken.append)
+        for salt in "ab":
+            offloader.store_soon(keys_of(offloader, 1, salt=salt), [0])
+            await rig.land()
+        assert offloader.statistics().manager.detached_sinks == 1
+        assert offloader.statistics().fault is None
+    assert [event.sequence async for event in stream] == [event.sequence for event in taken] == [0, 1]
+    assert [record.message for record in caplog.records] == [
+        "an event sink raised and is detached: it gets no further events"
+    ]

@@ -1,0 +1,1 @@
+"""An offloader as others watch it: metrics for Prometheus, spans for OpenTelemetry; both optional."""
