@@ -150,7 +150,16 @@ class Tier(ABC):
 
     def _land(self, call: TierCall, indices: Sequence[int], results: Sequence[BlockResult]) -> None:
         """Report blocks that nobody touches any more, and what became of them; from any thread."""
-        self._desk.land(call, indices, results)
+        self._note(call, indices, results)
+        self._ring()
+
+    def _note(self, call: TierCall, indices: Sequence[int], results: Sequence[BlockResult]) -> None:
+        """Report as `_land` does, but wake nobody; `_ring` must follow."""
+        self._desk.note(call, indices, results)
+
+    def _ring(self) -> None:
+        """Wake whoever waits for what was reported; from any thread."""
+        self._desk.doorbell.ring()
 
     # Without an event loop
 
