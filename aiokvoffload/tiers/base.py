@@ -98,6 +98,11 @@ class Tier(ABC):
         """It takes no more calls."""
         return self._owner.is_closed
 
+    @property
+    def is_ready(self) -> bool:
+        """It stores what it is given. While it finds out what it holds it is not; the doorbell rings when it is."""
+        return True
+
     # For those who write tiers
 
     @classmethod

@@ -393,6 +393,53 @@ def test_a_write_that_the_tier_refuses_is_counted_and_costs_nothing_else() -> No
     rig.assert_at_rest()
 
 
+def test_what_a_tier_is_not_ready_for_waits_within_the_bounds_of_the_queue() -> None:
+    rig = make_rig(8, TierPlan(queue_bytes=3 * 16))
+    rig.tier.is_ready = False
+    rig.store(1, 2, 3, 4)
+    rig.manager.poll_nowait()
+    counts = rig.manager.tier_statistics()[0]
+    assert (counts.waiting_write_bytes, counts.writing_bytes) == (3 * 16, 0)
+    assert (counts.refused_writes, counts.dropped_writes) == (0, 1)
+    assert not rig.manager.is_at_rest
+    rig.tier.is_ready = True
+    rig.manager.poll_nowait()
+    rig.land_all()
+    assert rig.tier_has(1, 2, 3, 4) == [True, True, True, False]
+    assert rig.manager.tier_statistics()[0].refused_writes == 0
+    rig.assert_at_rest()
+
+
+def test_what_leaves_while_a_tier_is_not_ready_is_dropped_and_counted() -> None:
+    rig = make_rig(2)
+    rig.tier.is_ready = False
+    rig.store(1, 2)
+    rig.store(3)
+    rig.tier.is_ready = True
+    rig.manager.poll_nowait()
+    rig.land_all()
+    counts = rig.manager.tier_statistics()[0]
+    assert (counts.written, counts.dropped_writes, counts.refused_writes) == (2, 1, 0)
+    rig.assert_at_rest()
+
+
+def test_a_tier_that_ceases_to_be_ready_gets_the_blocks_once_more_and_no_more_often() -> None:
+    rig = make_rig(8)
+    rig.store(1, 2)
+    rig.tier.land(1)
+    rig.tier.is_ready = False
+    rig.tier.land(1)
+    rig.manager.poll_nowait()
+    counts = rig.manager.tier_statistics()[0]
+    assert (counts.written, counts.refused_writes, counts.waiting_write_bytes) == (1, 0, 16)
+    rig.tier.is_ready = True
+    rig.manager.poll_nowait()
+    rig.tier.land(1, result=refusal(Reason.NOT_READY))
+    counts = rig.manager.tier_statistics()[0]
+    assert (counts.written, counts.refused_writes, counts.waiting_write_bytes) == (1, 1, 0)
+    rig.assert_at_rest()
+
+
 def test_the_next_block_of_a_slot_is_written_too() -> None:
     rig = make_rig(1)
     for number in (1, 2, 3):

@@ -218,6 +218,28 @@ async def test_waiting_for_writes_ends_when_they_are_done_or_the_time_is_up() ->
 
 
 @on_both_loops
+async def test_a_tier_that_becomes_ready_in_a_thread_of_its_own_is_written_at_once() -> None:
+    rig = TieredRig()
+    rig.tier.is_ready = False
+    async with rig.open() as offloader:
+        keys = offloader.keys(range(2 * BLOCK_TOKENS))
+        handle = offloader.store_soon(keys, [0, 1], ReqContext("store"))
+        rig.device.land_all()
+        assert (await handle).success
+        await rig.let_tier_work()
+        assert offloader.statistics().tiers[0].waiting_write_bytes == 2 * BLOCK_BYTES
+
+        def become_ready() -> None:
+            rig.tier.is_ready = True
+
+        await anyio.to_thread.run_sync(become_ready)
+        await rig.let_tier_work()
+        counts = offloader.statistics().tiers[0]
+        assert (counts.written, counts.refused_writes, counts.waiting_write_bytes) == (2, 0, 0)
+        assert_idle(offloader)
+
+
+@on_both_loops
 async def test_closing_waits_for_writes_but_not_for_ever() -> None:
     rig = TieredRig()
     context = rig.open()
