@@ -189,6 +189,23 @@ def test_at_the_lookup_deadline_what_is_unanswered_is_a_miss() -> None:
     rig.assert_at_rest()
 
 
+@pytest.mark.parametrize("leaves_at", ["before the read", "during the read"])
+def test_a_block_that_a_tier_evicts_between_lookup_and_read_is_one_miss(leaves_at: str) -> None:
+    rig = make_rig(8, NEVER)
+    rig.put_into_tier(1, 2)
+    ticket = rig.load(1, 2)
+    rig.land(2)  # both are found
+    if leaves_at == "during the read":
+        rig.tier.begin_work(1)
+    del rig.tier.blocks[make_keys(2)[0]]
+    assert rig.finish(ticket) == 1
+    assert rig.manager.tier_statistics()[0].failed_promotions == 1
+    assert rig.finish(rig.load(1, 2)) == 1
+    rig.store(2)
+    assert rig.finish(rig.load(1, 2)) == 2
+    rig.assert_at_rest()
+
+
 @pytest.mark.parametrize("landed", [0, 1, 2, 3])
 def test_a_wait_that_is_settled_early_ends_with_what_is_there(landed: int) -> None:
     rig = make_rig(8, NEVER)
@@ -508,6 +525,24 @@ def test_a_block_that_leaves_and_comes_back_while_it_is_being_written_is_written
     assert rig.tier_has(1) == [True]
     rig.manager.reset_nowait()
     assert rig.finish(rig.load(1)) == 1
+    rig.assert_at_rest()
+
+
+def test_a_block_that_leaves_before_it_is_written_is_looked_up_stored_again_and_written() -> None:
+    rig = make_rig(4)
+    rig.store(1, 2, 3, 4)
+    rig.tier.begin_work()  # the first is being written, the others wait
+    rig.store(10, 11, 12)
+    assert rig.manager.lookup_nowait(make_keys(2)) == [LookupResult.MISS]
+    ticket = rig.load(2)
+    assert ticket.is_waiting  # a tier may have it
+    rig.tier.land(1)
+    rig.store(2)
+    rig.land_all()
+    assert rig.finish(ticket) == 1
+    assert rig.tier_has(1, 2) == [True, True]
+    rig.manager.reset_nowait()
+    assert rig.finish(rig.load(2)) == 1
     rig.assert_at_rest()
 
 

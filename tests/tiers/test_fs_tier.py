@@ -316,6 +316,16 @@ def test_a_file_deleted_between_lookup_and_load_is_a_miss(directory: Directory) 
     assert tier.breaker.state is BreakerState.CLOSED
 
 
+def test_a_block_evicted_between_lookup_and_load_is_a_miss(directory: Directory) -> None:
+    tier = directory.open()
+    store(tier, 1)
+    assert held(tier, 1) == [1]
+    store(tier, *range(10, 18))
+    assert load(tier, 1).reason is Reason.ABSENT
+    assert store(tier, 1)[0].outcome is BlockOutcome.STORED
+    assert load(tier, 1).is_good
+
+
 def make_link(path: Path) -> None:
     target = path.with_name("target")
     path.rename(target)
