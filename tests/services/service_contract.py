@@ -193,8 +193,8 @@ class ServiceContract(TierContract):
     def test_of_two_replaying_processes_one_hits_what_the_other_has_stored(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        arguments = ["replay", "--limit", "60", "--page-bytes", "64", "--layers", "2", "--cpu-blocks", "4000"]
-        assert run([*arguments, "--engines", "2", "--tier", self.url(), "--cascade", "wait", "--json"]) == 0
+        small = ["--limit", "30", "--concurrency", "1", "--page-bytes", "64", "--layers", "2", "--cpu-blocks", "4000"]
+        assert run(["replay", *small, "--engines", "2", "--tier", self.url(), "--cascade", "wait", "--json"]) == 0
         report = json.loads(capsys.readouterr().out)
         assert report["blocks_verified"] == report["blocks_hit"] > 0
         assert report["mismatches"] == 0
