@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -18,6 +18,7 @@ from aiokvoffload.managers.uses import UseCounter
 from aiokvoffload.policies.slots import slot_array
 from aiokvoffload.specs import Lease, PrepareStoreOutput
 from aiokvoffload.tiers.calls import TierCall
+from aiokvoffload.tiers.outcomes import Reason
 
 _BATCH_BLOCKS = 16
 _REMEMBERED_USES = 64_000
@@ -29,11 +30,20 @@ _MAX_SHARE_IN_WRITING = 0.25
 
 @dataclass(slots=True)
 class _Write:
-    """Blocks of one request that wait to be written."""
+    """Blocks of one request that wait to be written, perhaps for the second time."""
 
     keys: list[OffloadKey]
     depths: list[int]
     request_id: str | None
+    is_repeated: bool = False
+
+    def take(self, positions: Sequence[int]) -> _Write:
+        """Return some of the blocks."""
+        return replace(
+            self,
+            keys=[self.keys[position] for position in positions],
+            depths=[self.depths[position] for position in positions],
+        )
 
 
 class Cascade:
@@ -124,7 +134,7 @@ class Cascade:
         self._is_written[:] = False
 
     def pump(self) -> None:
-        """Start writes, as far as the budget goes; a tier that its owner has closed gets none."""
+        """Start writes, as far as the budget goes; a tier that is not ready gets them later, a closed one never."""
         planned = self._planned
         if planned.tier.is_closed:
             self.clear()
@@ -134,27 +144,33 @@ class Cascade:
             self._offer_cold_end()
         while (
             self._queue
+            and planned.tier.is_ready
             and planned.writing_bytes < planned.plan.write_bytes
             and (room := self._max_slots_in_writing - self._slots_in_writing) > 0
         ):
             write = self._queue[0]
             count = min(room, _BATCH_BLOCKS)
-            keys, depths = write.keys[:count], write.depths[:count]
+            taken = write.take(range(min(count, len(write.keys))))
             del write.keys[:count], write.depths[:count]
             if not write.keys:
                 self._queue.popleft()
-            planned.waiting_bytes -= self._byte_count(keys)
-            self._write(keys, depths, write.request_id)
+            planned.waiting_bytes -= self._byte_count(taken.keys)
+            self._write(taken)
 
     def _offer(self, keys: Sequence[OffloadKey], depths: Sequence[int], request_id: str | None) -> None:
-        """Let blocks wait to be written, the leading ones if there is not room in the queue for all."""
+        """Let blocks wait to be written."""
+        write = self._what_may_wait(_Write(list(keys), list(depths), request_id))
+        if write.keys:
+            self._queue.append(write)
+
+    def _what_may_wait(self, write: _Write) -> _Write:
+        """Return the blocks that there is room for in the queue, which they take; the leading ones."""
         planned = self._planned
-        ends = list(accumulate(self._byte_count([key]) for key in keys))
+        ends = list(accumulate(self._byte_count([key]) for key in write.keys))
         count = bisect_right(ends, planned.plan.queue_bytes - planned.waiting_bytes)
-        planned.tally.dropped_writes += len(keys) - count
-        if count:
-            planned.waiting_bytes += ends[count - 1]
-            self._queue.append(_Write(list(keys[:count]), list(depths[:count]), request_id))
+        planned.tally.dropped_writes += len(write.keys) - count
+        planned.waiting_bytes += ends[count - 1] if count else 0
+        return write.take(range(count))
 
     def _offer_cold_end(self) -> None:
         waiting = {key for write in self._queue for key in write.keys}
@@ -165,11 +181,11 @@ class Cascade:
         ]
         self._offer(cold, [0] * len(cold), None)
 
-    def _write(self, keys: list[OffloadKey], depths: list[int], request_id: str | None) -> None:
+    def _write(self, write: _Write) -> None:
         planned = self._planned
         slots: list[int] = []
         present: list[int] = []
-        for position, slot in enumerate(self._backing.stored_slots(keys)):
+        for position, slot in enumerate(self._backing.stored_slots(write.keys)):
             if slot is None:
                 planned.tally.dropped_writes += 1
             elif not self._is_written[slot]:
@@ -177,28 +193,39 @@ class Cascade:
                 present.append(position)
         if not present:
             return
-        keys = [keys[position] for position in present]
-        views = [self._slot_bytes.view(slot, offload_group_index(key)) for key, slot in zip(keys, slots, strict=True)]
+        write = write.take(present)
+        views = [
+            self._slot_bytes.view(slot, offload_group_index(key)) for key, slot in zip(write.keys, slots, strict=True)
+        ]
         byte_count = sum(view.nbytes for view in views)
         lease = Lease(self._backing, slots)
         planned.writing_bytes += byte_count
         self._slots_in_writing += len(slots)
         call = planned.tier.start_put(
-            [self._tier_key(key) for key in keys],
+            [self._tier_key(key) for key in write.keys],
             views,
             deadline=self._now() + planned.plan.write_seconds,
-            request_id=request_id,
-            depths=[depths[position] for position in present],
+            request_id=write.request_id,
+            depths=write.depths,
         )
-        call.on_answered(lambda: self._note_answer(slots, call))
+        call.on_answered(lambda: self._note_answer(write, slots, call))
         call.on_over(lambda: self._give_back(byte_count, lease))
 
-    def _note_answer(self, slots: list[int], call: TierCall) -> None:
+    def _note_answer(self, write: _Write, slots: list[int], call: TierCall) -> None:
         """Note what was written; a slot that has lost its block meanwhile is taken only when the tier lets go."""
         good = [slot for slot, result in zip(slots, call.results, strict=True) if result.is_good]
+        # The tier has begun to find out what it holds after it had the blocks. It is asked once more, not for ever.
+        early = [
+            position
+            for position, result in enumerate(call.results)
+            if result.reason is Reason.NOT_READY and not write.is_repeated
+        ]
         self._planned.tally.written += len(good)
-        self._planned.tally.refused_writes += len(slots) - len(good)
+        self._planned.tally.refused_writes += len(slots) - len(good) - len(early)
         self.note_written(good)
+        again = self._what_may_wait(replace(write.take(early), is_repeated=True))
+        if again.keys:
+            self._queue.appendleft(again)
 
     def _give_back(self, byte_count: int, lease: Lease) -> None:
         self._planned.writing_bytes -= byte_count

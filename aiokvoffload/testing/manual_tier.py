@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from aiokvoffload.tiers.calls import Operation, TierCall
+from aiokvoffload.keys import OffloadKey
+from aiokvoffload.tiers.calls import Operation, TierCall, Use
 from aiokvoffload.tiers.memory import MemoryTier
-from aiokvoffload.tiers.outcomes import BlockResult
+from aiokvoffload.tiers.outcomes import BlockResult, Reason, refusal
 
 
 class ManualTier(MemoryTier):
     """A memory tier whose work on blocks begins and ends one step at a time; arguments as those of `MemoryTier`.
 
     Attributes:
+        is_ready: Whether it stores what it is given.
         abandoned: Calls that were past their deadline and not over.
         has_stopped: The tier was closed.
     """
@@ -24,6 +26,17 @@ class ManualTier(MemoryTier):
         self._begun: deque[tuple[TierCall, int]] = deque()
         self.abandoned: list[TierCall] = []
         self.has_stopped = False
+        self._is_ready = True
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it stores what it is given; otherwise puts are refused."""
+        return self._is_ready
+
+    @is_ready.setter
+    def is_ready(self, value: bool) -> None:
+        self._is_ready = value
+        self._ring()
 
     @property
     def waiting_count(self) -> int:
@@ -41,6 +54,10 @@ class ManualTier(MemoryTier):
             super().begin(call)
         else:
             self._waiting.extend((call, index) for index in call.unanswered())
+
+    def put_block(self, key: OffloadKey, payload: memoryview, use: Use, index: int) -> BlockResult:
+        """Copy a block into the dict, if it is time."""
+        return super().put_block(key, payload, use, index) if self.is_ready else refusal(Reason.NOT_READY)
 
     def take_back(self, call: TierCall) -> Sequence[int]:
         """Take the blocks of a call out of the line."""

@@ -98,6 +98,11 @@ class Tier(ABC):
         """It takes no more calls."""
         return self._owner.is_closed
 
+    @property
+    def is_ready(self) -> bool:
+        """It stores what it is given. While it finds out what it holds it is not; the doorbell rings when it is."""
+        return True
+
     # For those who write tiers
 
     @classmethod
@@ -150,7 +155,16 @@ class Tier(ABC):
 
     def _land(self, call: TierCall, indices: Sequence[int], results: Sequence[BlockResult]) -> None:
         """Report blocks that nobody touches any more, and what became of them; from any thread."""
-        self._desk.land(call, indices, results)
+        self._note(call, indices, results)
+        self._ring()
+
+    def _note(self, call: TierCall, indices: Sequence[int], results: Sequence[BlockResult]) -> None:
+        """Report as `_land` does, but wake nobody; `_ring` must follow."""
+        self._desk.note(call, indices, results)
+
+    def _ring(self) -> None:
+        """Wake whoever waits for what was reported; from any thread."""
+        self._desk.doorbell.ring()
 
     # Without an event loop
 

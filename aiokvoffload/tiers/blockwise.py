@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.tiers.base import Tier
@@ -45,14 +45,19 @@ class BlockwiseTier(Tier):
 
     def work_on(self, call: TierCall, indices: Sequence[int]) -> None:
         """Do the work on some blocks of a call, and report them."""
+        self._land(call, indices, self.do_blocks(call, indices))
+
+    def do_blocks(self, call: TierCall, indices: Sequence[int]) -> list[BlockResult]:
+        """Do the work on some blocks of a call, and return what became of them."""
+        do_block, began, now = self._work_of(call), call.began, self.clock.now
         results = []
         for index in indices:
-            call.began[index] = self.clock.now()
+            began[index] = now()
             try:
-                results.append(self._do_block(call, index))
+                results.append(do_block(index))
             except Exception as exc:  # noqa: BLE001 - a call must be answered; `failed` logs what nobody expects
                 results.append(self.failed(call, exc))
-        self._land(call, indices, results)
+        return results
 
     def failed(self, call: TierCall, exc: Exception) -> BlockResult:
         """Return the result of a block whose work has raised."""
@@ -61,19 +66,23 @@ class BlockwiseTier(Tier):
         _logger.error("%s: %s failed", self.url, call.operation.value, exc_info=exc)
         return call.failure(Reason.FAILED, f"{type(exc).__name__}: {exc}")
 
-    def _do_block(self, call: TierCall, index: int) -> BlockResult:
-        if call.operation is Operation.CLOSE:
-            self.close_storage()
-            return DELETED
-        key = call.keys[index]
+    def _work_of(self, call: TierCall) -> Callable[[int], BlockResult]:
+        """Return what does the work on one block of a call."""
+        keys, buffers = call.keys, call.buffers
         match call.operation:
-            case Operation.CONTAINS:
-                return self.find_block(key)
-            case Operation.PUT:
-                return self.put_block(key, call.buffers[index], call.use, index)
             case Operation.GET_INTO:
-                return self.get_block(key, call.buffers[index])
+                return lambda index: self.get_block(keys[index], buffers[index])
+            case Operation.PUT:
+                return lambda index: self.put_block(keys[index], buffers[index], call.use, index)
+            case Operation.CONTAINS:
+                return lambda index: self.find_block(keys[index])
             case Operation.DELETE:
-                return self.delete_block(key)
+                return lambda index: self.delete_block(keys[index])
             case Operation.TOUCH:
-                return self.touch_block(key, call.use, index)
+                return lambda index: self.touch_block(keys[index], call.use, index)
+            case Operation.CLOSE:
+                return self._close
+
+    def _close(self, _index: int) -> BlockResult:
+        self.close_storage()
+        return DELETED

@@ -27,6 +27,9 @@ class Operation(Enum):
     CLOSE = "close"
     """The tier's own last call, without blocks."""
 
+    # Each block is counted under it; the hash of an Enum is slow, and of its name.
+    __hash__ = object.__hash__
+
 
 @dataclass(frozen=True, slots=True)
 class Use:

@@ -35,7 +35,7 @@ class Worker(Protocol):
 class CallDesk:
     """Posts calls, collects what has landed, and ends what is past its deadline.
 
-    Everything but `land` is for the thread that owns the tier.
+    Everything but `note` is for the thread that owns the tier.
 
     Args:
         worker: Does the work.
@@ -84,10 +84,12 @@ class CallDesk:
             self._worker.begin(call)
         self.poll()
 
-    def land(self, call: TierCall, indices: Sequence[int], results: Sequence[BlockResult]) -> None:
-        """Report blocks that nobody touches any more, and what became of them; from any thread."""
+    def note(self, call: TierCall, indices: Sequence[int], results: Sequence[BlockResult]) -> None:
+        """Report blocks that nobody touches any more, and what became of them; from any thread.
+
+        The next `poll` collects them; it is for the doorbell to bring that about soon.
+        """
         self._landings.append((call, indices, results))
-        self.doorbell.ring()
 
     def poll(self) -> None:
         """Collect what has landed and end what is past its deadline."""

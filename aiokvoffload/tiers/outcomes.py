@@ -20,6 +20,9 @@ class BlockOutcome(Enum):
     REFUSED = "refused"
     """It was not stored."""
 
+    # Each block is counted under it; the hash of an Enum is slow, and of its name.
+    __hash__ = object.__hash__
+
 
 class Reason(Enum):
     """Why a block is a miss or was refused."""

@@ -12,6 +12,7 @@ from aiokvoffload.tiers.calls import Operation, TierCall
 from aiokvoffload.tiers.outcomes import BlockOutcome, BlockResult, Reason
 
 _REMEMBERED_LATENCIES = 1024
+_MOVES_BYTES = frozenset({(Operation.GET_INTO, BlockOutcome.HIT), (Operation.PUT, BlockOutcome.STORED)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +105,12 @@ class TierCounts:
         """Count the answer to one block."""
         operation, outcome = call.operation, result.outcome
         self.blocks[operation, outcome] += 1
-        if outcome is BlockOutcome.REFUSED:
+        if (operation, outcome) in _MOVES_BYTES:
+            self.bytes[operation] += call.buffers[index].nbytes
+        elif outcome is BlockOutcome.REFUSED:
             self.refusals[_name(result.reason)] += 1
         elif outcome is BlockOutcome.MISS and operation in (Operation.CONTAINS, Operation.GET_INTO):
             self.misses[_name(result.reason)] += 1
-        elif (operation, outcome) in ((Operation.GET_INTO, BlockOutcome.HIT), (Operation.PUT, BlockOutcome.STORED)):
-            self.bytes[operation] += call.buffers[index].nbytes
 
     def add_latency(self, operation: Operation, seconds: float) -> None:
         """Count the time of one call."""

@@ -11,7 +11,7 @@ from aiokvoffload.tiers.base import DEFAULT_TIMEOUT_SECONDS
 from aiokvoffload.tiers.blockwise import BlockwiseTier
 from aiokvoffload.tiers.breaker import BreakerLimits
 from aiokvoffload.tiers.calls import TierCall
-from aiokvoffload.tiers.threads import Job, TierThreads
+from aiokvoffload.tiers.threads import Job, Part, TierThreads
 
 _logger = logging.getLogger(__name__)
 
@@ -50,11 +50,12 @@ class ThreadedTier(BlockwiseTier):
         indices = call.unanswered()
         size = 1 if call.buffers else self._keys_per_job
         parts = [indices[start : start + size] for start in range(0, len(indices), size)]
-        self._threads.submit(Job(call, partial(self.work_on, call, part), part) for part in parts)
+        # Whoever waits for the call is woken when all of it has landed, not once for each block.
+        self._threads.submit(Job(call, partial(self._work_quietly, call), parts, self._ring))
 
     def take_back(self, call: TierCall) -> Sequence[int]:
         """Take blocks out of the queue."""
-        return [index for job in self._threads.withdraw(call) for index in job.indices]
+        return [index for part in self._threads.withdraw(call) for index in part]
 
     def abandon(self, call: TierCall) -> None:
         """Replace the threads that are in a call."""
@@ -66,6 +67,9 @@ class ThreadedTier(BlockwiseTier):
                 replaced_count,
                 call.operation.value,
             )
+
+    def _work_quietly(self, call: TierCall, part: Part) -> None:
+        self._note(call, part, self.do_blocks(call, part))
 
     def _stop(self) -> None:
         self._threads.close()

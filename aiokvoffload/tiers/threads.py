@@ -10,24 +10,66 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 _logger = logging.getLogger(__name__)
 
+Part = Sequence[int]
+"""Positions in the group that are worked on together."""
 
-@dataclass(frozen=True, slots=True, eq=False)
+
 class Job:
-    """Something to do in a thread.
+    """Work in parts, which the threads that are free take one by one.
 
-    Attributes:
+    Args:
         group: What it belongs to, such as a call.
-        work: What to do.
-        indices: Which part of the group it does.
+        work: Does a part.
+        parts: What there is to do.
+        on_pause: Called in a thread whenever no part is left to take and none is in work; at least once after the last.
     """
 
-    group: object
-    work: Callable[[], None]
-    indices: Sequence[int] = ()
+    __slots__ = ("_begun", "_ended", "_on_pause", "_parts", "_work", "group")
+
+    def __init__(
+        self, group: object, work: Callable[[Part], None], parts: Iterable[Part], on_pause: Callable[[], None]
+    ) -> None:
+        self.group = group
+        self._work = work
+        self._parts = deque(parts)
+        self._on_pause = on_pause
+        # Counted by their lengths: appending needs no lock.
+        self._begun: list[None] = []
+        self._ended: list[None] = []
+
+    @property
+    def waiting_count(self) -> int:
+        """Parts that no thread has begun."""
+        return len(self._parts)
+
+    def run(self) -> None:
+        """Do one part after the other until none is left."""
+        while self._parts:
+            try:
+                part = self._parts.popleft()
+            except IndexError:  # another thread was faster
+                break
+            self._begun.append(None)
+            try:
+                self._work(part)
+            except Exception:
+                _logger.exception("work in the thread of a tier raised")
+            self._ended.append(None)
+        if len(self._ended) >= len(self._begun):
+            self._on_pause()
+
+    def withdraw(self) -> list[Part]:
+        """Take back the parts that no thread has begun, and return them."""
+        taken = []
+        while self._parts:
+            try:
+                taken.append(self._parts.popleft())
+            except IndexError:  # a thread was faster
+                break
+        return taken
 
 
 class _Worker:
@@ -66,20 +108,23 @@ class TierThreads:
         """Threads that were replaced and have not come back."""
         return len(self._stuck)
 
-    def submit(self, jobs: Iterable[Job]) -> None:
-        """Queue jobs."""
+    def submit(self, job: Job) -> None:
+        """Queue a job, for as many threads as can have a part of it."""
+        thread_count = min(self._count, job.waiting_count)
         with self._condition:
-            self._queue.extend(jobs)
+            self._queue.extend([job] * thread_count)
             self._staff()
-            self._condition.notify(len(self._queue))
+            self._condition.notify(thread_count)
 
-    def withdraw(self, group: object) -> list[Job]:
-        """Take back the jobs of a group that no thread has begun, and return them."""
+    def withdraw(self, group: object) -> list[Part]:
+        """Take back the parts of a group's jobs that no thread has begun, and return them."""
         with self._condition:
-            taken = [job for job in self._queue if job.group is group]
-            if taken:
+            queued = [job for job in self._queue if job.group is group]
+            if queued:
                 self._queue = deque(job for job in self._queue if job.group is not group)
-        return taken
+            running = [worker.job for worker in self._workers | self._stuck]
+        jobs = dict.fromkeys([*queued, *(job for job in running if job is not None and job.group is group)])
+        return [part for job in jobs for part in job.withdraw()]
 
     def replace(self, group: object) -> int:
         """Give up the threads that are in jobs of a group, start others in their place, and return how many."""
@@ -111,10 +156,7 @@ class TierThreads:
 
     def _run(self, worker: _Worker) -> None:
         while worker.job is not None:
-            try:
-                worker.job.work()
-            except Exception:
-                _logger.exception("a job of tier thread %r raised", self._name)
+            worker.job.run()
             worker.job = None
             with self._condition:
                 if worker.is_replaced:

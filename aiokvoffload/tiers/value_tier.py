@@ -132,20 +132,18 @@ class ValueTier(ThreadedTier):
         options.finish()
         return ValueAdministration(store)
 
-    def work_on(self, call: TierCall, indices: Sequence[int]) -> None:
+    def do_blocks(self, call: TierCall, indices: Sequence[int]) -> list[BlockResult]:
         """Ask for many blocks at a time where no bytes are moved."""
         if call.buffers or call.operation is Operation.CLOSE:
-            super().work_on(call, indices)
-            return
+            return super().do_blocks(call, indices)
         began = self.clock.now()
         for index in indices:
             call.began[index] = began
         places = [self._place(call.keys[index]) for index in indices]
         try:
-            results = self._do_places(call.operation, places)
+            return self._do_places(call.operation, places)
         except Exception as exc:  # noqa: BLE001 - a call must be answered; `failed` logs what nobody expects
-            results = [self.failed(call, exc)] * len(indices)
-        self._land(call, indices, results)
+            return [self.failed(call, exc)] * len(indices)
 
     def find_block(self, key: OffloadKey) -> BlockResult:
         """Ask for the length of a value."""

@@ -189,6 +189,23 @@ def test_at_the_lookup_deadline_what_is_unanswered_is_a_miss() -> None:
     rig.assert_at_rest()
 
 
+@pytest.mark.parametrize("leaves_at", ["before the read", "during the read"])
+def test_a_block_that_a_tier_evicts_between_lookup_and_read_is_one_miss(leaves_at: str) -> None:
+    rig = make_rig(8, NEVER)
+    rig.put_into_tier(1, 2)
+    ticket = rig.load(1, 2)
+    rig.land(2)  # both are found
+    if leaves_at == "during the read":
+        rig.tier.begin_work(1)
+    del rig.tier.blocks[make_keys(2)[0]]
+    assert rig.finish(ticket) == 1
+    assert rig.manager.tier_statistics()[0].failed_promotions == 1
+    assert rig.finish(rig.load(1, 2)) == 1
+    rig.store(2)
+    assert rig.finish(rig.load(1, 2)) == 2
+    rig.assert_at_rest()
+
+
 @pytest.mark.parametrize("landed", [0, 1, 2, 3])
 def test_a_wait_that_is_settled_early_ends_with_what_is_there(landed: int) -> None:
     rig = make_rig(8, NEVER)
@@ -393,6 +410,53 @@ def test_a_write_that_the_tier_refuses_is_counted_and_costs_nothing_else() -> No
     rig.assert_at_rest()
 
 
+def test_what_a_tier_is_not_ready_for_waits_within_the_bounds_of_the_queue() -> None:
+    rig = make_rig(8, TierPlan(queue_bytes=3 * 16))
+    rig.tier.is_ready = False
+    rig.store(1, 2, 3, 4)
+    rig.manager.poll_nowait()
+    counts = rig.manager.tier_statistics()[0]
+    assert (counts.waiting_write_bytes, counts.writing_bytes) == (3 * 16, 0)
+    assert (counts.refused_writes, counts.dropped_writes) == (0, 1)
+    assert not rig.manager.is_at_rest
+    rig.tier.is_ready = True
+    rig.manager.poll_nowait()
+    rig.land_all()
+    assert rig.tier_has(1, 2, 3, 4) == [True, True, True, False]
+    assert rig.manager.tier_statistics()[0].refused_writes == 0
+    rig.assert_at_rest()
+
+
+def test_what_leaves_while_a_tier_is_not_ready_is_dropped_and_counted() -> None:
+    rig = make_rig(2)
+    rig.tier.is_ready = False
+    rig.store(1, 2)
+    rig.store(3)
+    rig.tier.is_ready = True
+    rig.manager.poll_nowait()
+    rig.land_all()
+    counts = rig.manager.tier_statistics()[0]
+    assert (counts.written, counts.dropped_writes, counts.refused_writes) == (2, 1, 0)
+    rig.assert_at_rest()
+
+
+def test_a_tier_that_ceases_to_be_ready_gets_the_blocks_once_more_and_no_more_often() -> None:
+    rig = make_rig(8)
+    rig.store(1, 2)
+    rig.tier.land(1)
+    rig.tier.is_ready = False
+    rig.tier.land(1)
+    rig.manager.poll_nowait()
+    counts = rig.manager.tier_statistics()[0]
+    assert (counts.written, counts.refused_writes, counts.waiting_write_bytes) == (1, 0, 16)
+    rig.tier.is_ready = True
+    rig.manager.poll_nowait()
+    rig.tier.land(1, result=refusal(Reason.NOT_READY))
+    counts = rig.manager.tier_statistics()[0]
+    assert (counts.written, counts.refused_writes, counts.waiting_write_bytes) == (1, 1, 0)
+    rig.assert_at_rest()
+
+
 def test_the_next_block_of_a_slot_is_written_too() -> None:
     rig = make_rig(1)
     for number in (1, 2, 3):
@@ -461,6 +525,24 @@ def test_a_block_that_leaves_and_comes_back_while_it_is_being_written_is_written
     assert rig.tier_has(1) == [True]
     rig.manager.reset_nowait()
     assert rig.finish(rig.load(1)) == 1
+    rig.assert_at_rest()
+
+
+def test_a_block_that_leaves_before_it_is_written_is_looked_up_stored_again_and_written() -> None:
+    rig = make_rig(4)
+    rig.store(1, 2, 3, 4)
+    rig.tier.begin_work()  # the first is being written, the others wait
+    rig.store(10, 11, 12)
+    assert rig.manager.lookup_nowait(make_keys(2)) == [LookupResult.MISS]
+    ticket = rig.load(2)
+    assert ticket.is_waiting  # a tier may have it
+    rig.tier.land(1)
+    rig.store(2)
+    rig.land_all()
+    assert rig.finish(ticket) == 1
+    assert rig.tier_has(1, 2) == [True, True]
+    rig.manager.reset_nowait()
+    assert rig.finish(rig.load(2)) == 1
     rig.assert_at_rest()
 
 

@@ -150,7 +150,7 @@ async def test_a_load_waits_for_a_tier_before_it_touches_its_gpu_blocks() -> Non
 
 
 @on_both_loops
-@pytest.mark.parametrize("landed", [0, 3, 4, 6])
+@pytest.mark.parametrize("landed", range(8))
 async def test_a_load_cancelled_while_a_tier_works_leaves_nothing_behind(landed: int) -> None:
     rig = TieredRig()
     async with rig.open() as offloader:
@@ -170,6 +170,37 @@ async def test_a_load_cancelled_while_a_tier_works_leaves_nothing_behind(landed:
         await rig.let_tier_work()
         assert_idle(offloader)
         assert offloader.gpu_blocks_in_flight() == frozenset()
+
+
+@on_both_loops
+@pytest.mark.parametrize("landed", range(8))
+async def test_a_load_out_of_time_while_a_tier_works_loads_what_is_there(landed: int) -> None:
+    rig = TieredRig()
+    async with rig.open() as offloader:
+        keys = await rig.store_eight(offloader)
+        tokens: list[int] = []
+
+        async def load() -> None:
+            tokens.append(await offloader.load(keys[:4], [8, 9, 10, 11], timeout_seconds=0.5))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(load)
+            await settle()
+            for _ in range(landed):
+                rig.tier.land(1)
+            await settle()
+            assert not tokens
+            rig.clock.advance(0.5)
+            await settle()
+            rig.device.land_all()
+        assert tokens[0] in range(0, 4 * BLOCK_TOKENS + 1, BLOCK_TOKENS)
+        assert rig.holds(range(8, 8 + tokens[0] // BLOCK_TOKENS))
+        await rig.let_tier_work()
+        assert_idle(offloader)
+        # What was being read was read for the next one.
+        with offloader.prepare_load(keys[:4]) as ticket:
+            await rig.let_tier_work()
+            assert ticket.token_count == 4 * BLOCK_TOKENS
 
 
 @on_both_loops
@@ -218,6 +249,28 @@ async def test_waiting_for_writes_ends_when_they_are_done_or_the_time_is_up() ->
 
 
 @on_both_loops
+async def test_a_tier_that_becomes_ready_in_a_thread_of_its_own_is_written_at_once() -> None:
+    rig = TieredRig()
+    rig.tier.is_ready = False
+    async with rig.open() as offloader:
+        keys = offloader.keys(range(2 * BLOCK_TOKENS))
+        handle = offloader.store_soon(keys, [0, 1], ReqContext("store"))
+        rig.device.land_all()
+        assert (await handle).success
+        await rig.let_tier_work()
+        assert offloader.statistics().tiers[0].waiting_write_bytes == 2 * BLOCK_BYTES
+
+        def become_ready() -> None:
+            rig.tier.is_ready = True
+
+        await anyio.to_thread.run_sync(become_ready)
+        await rig.let_tier_work()
+        counts = offloader.statistics().tiers[0]
+        assert (counts.written, counts.refused_writes, counts.waiting_write_bytes) == (2, 0, 0)
+        assert_idle(offloader)
+
+
+@on_both_loops
 async def test_closing_waits_for_writes_but_not_for_ever() -> None:
     rig = TieredRig()
     context = rig.open()
@@ -242,6 +295,43 @@ async def test_closing_waits_for_writes_but_not_for_ever() -> None:
     assert closed
     assert waiting.result is LookupResult.MISS
     # The tier was given open and stays so. What it had begun still reads the memory, which is still there.
+    rig.tier.land()
+    statistics = offloader.manager.statistics()
+    assert (statistics.pinned, statistics.promoting, statistics.leased_without_key) == (0, 0, 0)
+
+
+@on_both_loops
+async def test_closing_with_a_lookup_a_read_and_a_write_in_work_is_bounded() -> None:
+    rig = TieredRig()
+    context = rig.open()
+    offloader = await context.__aenter__()
+    keys = await rig.store_eight(offloader)
+    loaded: list[int] = []
+
+    async def load(wanted: list[OffloadKey], blocks: list[int]) -> None:
+        loaded.append(await offloader.load(wanted, blocks, timeout_seconds=1e6))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(load, keys[2:3], [8])
+        await settle()
+        rig.tier.land(2)  # the use is noted, the block is found
+        await settle()
+        rig.tier.begin_work()
+        assert offloader.statistics().tiers[0].reading_bytes == BLOCK_BYTES
+        handle = offloader.store_soon(offloader.keys(range(BLOCK_TOKENS), salt="another"), [0])
+        rig.device.land_all()
+        assert (await handle).success
+        await settle()
+        assert offloader.statistics().tiers[0].writing_bytes == BLOCK_BYTES
+        tasks.start_soon(load, keys[3:4], [9])
+        await settle()
+        assert rig.tier.waiting_count == 3  # the write, the use and the lookup
+        rig.tier.begin_work()
+        tasks.start_soon(context.__aexit__, None, None, None)
+        await settle()
+        rig.clock.advance(2.0)
+        await settle()
+    assert loaded == [0, 0]
     rig.tier.land()
     statistics = offloader.manager.statistics()
     assert (statistics.pinned, statistics.promoting, statistics.leased_without_key) == (0, 0, 0)

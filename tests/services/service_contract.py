@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import uuid
 from abc import abstractmethod
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 from servers import Server, wait_until
 
+from aiokvoffload.cli.main import run
 from aiokvoffload.clock import Clock, SystemClock
 from aiokvoffload.keys import CacheIdentity
 from aiokvoffload.testing.strategies import make_keys
@@ -40,6 +42,10 @@ class ServiceContract(TierContract):
 
     server: Server
     prefix: str
+
+    @abstractmethod
+    def url(self, **options: str) -> str:
+        """Return where the blocks of this test are."""
 
     @abstractmethod
     def open_tier(self, identity: CacheIdentity, clock: Clock | None = None, **options: str) -> ValueTier:
@@ -183,6 +189,18 @@ class ServiceContract(TierContract):
             thread.start()
             thread.join()
         assert found == [[False] * 12, [True] * 12]
+
+    def test_of_two_replaying_processes_one_hits_what_the_other_has_stored(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        small = ["--limit", "30", "--concurrency", "1", "--page-bytes", "64", "--layers", "2", "--cpu-blocks", "4000"]
+        assert run(["replay", *small, "--engines", "2", "--tier", self.url(), "--cascade", "wait", "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["blocks_verified"] == report["blocks_hit"] > 0
+        assert report["mismatches"] == 0
+        # Nothing of its own leaves the CPU memory of an engine: what it finds in the tier, the other one has stored.
+        assert report["tiers"][0]["hits"] > 0
+        assert report["tiers"][0]["bytes_read"] > 0
 
     def restart(self) -> None:
         """Start the server again, empty."""

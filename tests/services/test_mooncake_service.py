@@ -34,10 +34,12 @@ def server(processes: tuple[Server, Server]) -> Server:
 
 
 class TestMooncakeTier(ServiceContract):
-    def open_tier(self, identity: CacheIdentity, clock: Clock | None = None, **options: str) -> ValueTier:
+    def url(self, **options: str) -> str:
         query = "".join(f"&{name}={value}" for name, value in options.items())
-        url = f"mooncake://127.0.0.1:{self.server.port}/{self.prefix}?buffer=64MiB{query}"
-        return open_url(MooncakeTier, url, identity, clock)
+        return f"mooncake://127.0.0.1:{self.server.port}/{self.prefix}?buffer=64MiB{query}"
+
+    def open_tier(self, identity: CacheIdentity, clock: Clock | None = None, **options: str) -> ValueTier:
+        return open_url(MooncakeTier, self.url(**options), identity, clock)
 
     def read(self, place: str) -> bytes:
         with mooncake_client(self.server.port) as client:

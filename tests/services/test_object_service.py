@@ -50,7 +50,7 @@ class TestObjectTier(ServiceContract):
     def open_tier(self, identity: CacheIdentity, clock: Clock | None = None, **options: str) -> ValueTier:
         return open_url(ObjectTier, self.url(**options), identity, clock)
 
-    def url(self, bucket: str = BUCKET, **options: str) -> str:
+    def url(self, *, bucket: str = BUCKET, **options: str) -> str:
         query = "".join(f"&{name}={value}" for name, value in options.items())
         return f"s3://{bucket}/some/{self.prefix}?region=us-east-1&endpoint=http://127.0.0.1:{self.server.port}{query}"
 

@@ -34,11 +34,15 @@ redis: Any = pytest.importorskip("redis", reason="needs the extra valkey")
 PASSWORD = "correct-horse"  # noqa: S105 - of a server that this test starts
 
 
+def url_of(authority: str, **options: str) -> str:
+    query = "&".join(f"{name}={value}" for name, value in options.items())
+    return f"valkey://{authority}{'?' if query else ''}{query}"
+
+
 def open_tier(
     authority: str, identity: CacheIdentity = IDENTITY, clock: Clock | None = None, **options: str
 ) -> ValueTier:
-    query = "&".join(f"{name}={value}" for name, value in options.items())
-    return open_url(ValkeyTier, f"valkey://{authority}{'?' if query else ''}{query}", identity, clock)
+    return open_url(ValkeyTier, url_of(authority, **options), identity, clock)
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +53,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 class TestValkeyTier(ServiceContract):
+    def url(self, **options: str) -> str:
+        return url_of(f":{PASSWORD}@127.0.0.1:{self.server.port}/0", prefix=self.prefix, **options)
+
     def open_tier(self, identity: CacheIdentity, clock: Clock | None = None, **options: str) -> ValueTier:
-        return open_tier(f":{PASSWORD}@127.0.0.1:{self.server.port}/0", identity, clock, prefix=self.prefix, **options)
+        return open_url(ValkeyTier, self.url(**options), identity, clock)
 
     def name(self, number: int) -> str:
         return f"{self.prefix}/{place_of(number)}"

@@ -27,7 +27,7 @@ class DeadlyFiles(FaultyFiles):
     def __init__(self, chance: random.Random) -> None:
         super().__init__()
         self.chance = chance
-        self.left = chance.randrange(1, 120)
+        self.left = chance.randrange(1, 60)
 
     def change(self, work: Callable[[], None]) -> None:
         self.left -= 1

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from fs_rig import FILE_BYTES, PATIENCE_SECONDS, Directory, held, load, store, t
 from aiokvoffload.clock import Clock
 from aiokvoffload.errors import ConfigurationError
 from aiokvoffload.keys import CacheIdentity
+from aiokvoffload.managers.cpu import CPUOffloadingManager
+from aiokvoffload.managers.tier_plan import TierPlan
+from aiokvoffload.managers.tiered import TieredOffloadingManager
 from aiokvoffload.testing.strategies import make_keys
 from aiokvoffload.testing.tier_contract import (
     BLOCK_BYTES,
@@ -37,6 +41,19 @@ def directory(tmp_path: Path) -> Iterator[Directory]:
     directory = Directory(tmp_path / "kv")
     yield directory
     directory.close()
+
+
+class SlotRows:
+    """The bytes of some slots."""
+
+    def __init__(self, slot_count: int) -> None:
+        self.rows = [bytearray(BLOCK_BYTES) for _ in range(slot_count)]
+
+    def group_bytes(self, group: int) -> int:
+        return BLOCK_BYTES
+
+    def view(self, slot: int, group: int) -> memoryview:
+        return memoryview(self.rows[slot])
 
 
 class TestFileTier(TierContract):
@@ -142,9 +159,46 @@ def test_the_index_does_not_hold_up_the_start(directory: Directory) -> None:
     held_up._upkeep.start(1000.0)
     assert directory.files.wait_held(PATIENCE_SECONDS)
     assert not held_up.wait_until_known(0.0)
+    assert not held_up.is_ready
     assert load(held_up, 1).is_good
+    rung = threading.Event()
+    held_up.add_doorbell(rung.set)
     directory.files.let_go()
+    while not held_up.is_ready:
+        assert rung.wait(PATIENCE_SECONDS)
+        rung.clear()
+        held_up.poll()
     assert held_up.wait_until_known(PATIENCE_SECONDS)
+    assert store(held_up, 2)[0].is_good
+    assert held_up.statistics().holdings.used_bytes == directory.used_bytes() == 2 * FILE_BYTES
+
+
+def test_blocks_cascade_into_a_directory_once_it_is_known_and_never_beyond_its_capacity(directory: Directory) -> None:
+    earlier = directory.open()
+    store(earlier, *range(100, 108))  # as many as fit
+    earlier.close()
+    tier = directory.open(is_known=False)
+    directory.files.hold("list")
+    tier._upkeep.start(1000.0)
+    assert directory.files.wait_held(PATIENCE_SECONDS)
+    numbers, slots = range(4), SlotRows(4)
+    manager = TieredOffloadingManager(CPUOffloadingManager(4), [(tier, TierPlan())], slots)
+    ticket = manager.prepare_store_nowait(make_keys(*numbers))
+    for number, slot in zip(numbers, ticket.slots, strict=True):
+        slots.view(slot, 0)[:] = payload(number)
+    manager.complete_store_nowait(ticket)
+    manager.poll_nowait()
+    assert manager.tier_statistics()[0].waiting_write_bytes == 4 * BLOCK_BYTES
+    directory.files.let_go()
+    assert tier.wait_until_known(PATIENCE_SECONDS)
+    while not manager.is_at_rest:
+        manager.poll_nowait()
+        assert directory.used_bytes() <= 8 * FILE_BYTES
+    counts = manager.tier_statistics()[0]
+    assert (counts.written, counts.refused_writes, counts.dropped_writes) == (4, 0, 0)
+    assert held(tier, *numbers, *range(100, 108)) == [*numbers, *range(104, 108)]
+    assert all(load(tier, number).is_good for number in numbers)
+    assert tier.statistics().holdings.used_bytes == directory.used_bytes() == 8 * FILE_BYTES
 
 
 def test_the_file_system_keeps_its_floor(directory: Directory) -> None:
@@ -260,6 +314,16 @@ def test_a_file_deleted_between_lookup_and_load_is_a_miss(directory: Directory) 
     directory.file(1).unlink()
     assert load(tier, 1).reason is Reason.ABSENT
     assert tier.breaker.state is BreakerState.CLOSED
+
+
+def test_a_block_evicted_between_lookup_and_load_is_a_miss(directory: Directory) -> None:
+    tier = directory.open()
+    store(tier, 1)
+    assert held(tier, 1) == [1]
+    store(tier, *range(10, 18))
+    assert load(tier, 1).reason is Reason.ABSENT
+    assert store(tier, 1)[0].outcome is BlockOutcome.STORED
+    assert load(tier, 1).is_good
 
 
 def make_link(path: Path) -> None:

@@ -42,6 +42,7 @@ _BATCH_BYTES = 16 << 20
 _BATCH_BLOCKS = 16
 _MIN_BLOCKS = 8
 _CONTENTS = 4
+_LISTING_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,8 @@ def measure_tier(
     payloads = [contents[number % _CONTENTS] for number in range(block_count)]
     tier = open_tier(url, identity=identity, block_bytes=block_bytes)
     try:
+        if isinstance(tier, FileTier) and not tier.wait_until_known(_LISTING_SECONDS):
+            raise ConfigurationError(f"{tier.url} has too many blocks to be listed soon; give a directory of its own")
         capacity_bytes = tier.statistics().holdings.capacity_bytes
         if capacity_bytes is not None and 2 * block_count * block_bytes > capacity_bytes:
             raise ConfigurationError(

@@ -77,7 +77,13 @@ class Files:
 
 def read_fully(files: Files, descriptor: int, views: Sequence[memoryview]) -> bool:
     """Fill views from the start of a file; return False if it is too short."""
-    return _move(files.read, descriptor, views)
+    byte_count = sum(map(len, views))
+    return _move(files.read, descriptor, views, byte_count) == byte_count
+
+
+def read_whole(files: Files, descriptor: int, views: Sequence[memoryview], byte_count: int) -> bool:
+    """Read a file of so many bytes into views that have room for more; return False if it is of another length."""
+    return _move(files.read, descriptor, views, byte_count) == byte_count
 
 
 def write_fully(files: Files, descriptor: int, views: Sequence[memoryview]) -> None:
@@ -86,7 +92,8 @@ def write_fully(files: Files, descriptor: int, views: Sequence[memoryview]) -> N
     Raises:
         OSError: The file system has failed; also if it takes nothing without saying why.
     """
-    if not _move(files.write, descriptor, views):
+    byte_count = sum(map(len, views))
+    if _move(files.write, descriptor, views, byte_count) < byte_count:
         raise OSError(errno.EIO, "a write to a file wrote nothing")
 
 
@@ -101,16 +108,16 @@ def write_small_file(files: Files, directory: str, name: str, content: bytes) ->
     files.rename(temporary, f"{directory}/{name}")
 
 
-def _move(move: Callable[[int, Sequence[memoryview], int], int], descriptor: int, views: Sequence[memoryview]) -> bool:
-    left = [view for view in views if view.nbytes]
-    offset = 0
-    while left:
-        moved = move(descriptor, left, offset)
-        if not moved:
-            return False
-        offset += moved
-        while left and moved >= left[0].nbytes:
+def _move(
+    move: Callable[[int, Sequence[memoryview], int], int], descriptor: int, views: Sequence[memoryview], at_least: int
+) -> int:
+    """Call `move` until so many bytes have moved or no more do, and return how many have."""
+    total = moved = move(descriptor, views, 0)
+    left = list(views)
+    while moved and total < at_least:
+        while moved >= left[0].nbytes:
             moved -= left.pop(0).nbytes
-        if left and moved:
-            left[0] = left[0][moved:]
-    return True
+        left[0] = left[0][moved:]
+        moved = move(descriptor, left, total)
+        total += moved
+    return total

@@ -17,6 +17,9 @@ from aiokvoffload.tiers.statistics import Holdings
 class Ledger(ABC):
     """Lets blocks be written within the capacity of the directory; its methods may be called from any thread."""
 
+    is_open = True
+    """Blocks may be written."""
+
     @abstractmethod
     def reserve(self, block: BlockId, byte_count: int, access: Access, used_ns: int) -> Reason | None:
         """Reserve room for a block that is about to be written; return why not."""
@@ -46,6 +49,8 @@ class Ledger(ABC):
 
 class ClosedLedger(Ledger):
     """Lets nothing be written: what the directory holds is still being found out."""
+
+    is_open = False
 
     def reserve(self, block: BlockId, byte_count: int, access: Access, used_ns: int) -> Reason | None:
         """Refuse."""

@@ -26,7 +26,8 @@ from aiokvoffload.tiers.requests import RequestTicks
 READ_ONLY_SECONDS = 30.0
 """A file system that has refused a write as read-only is tried again after so long."""
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
-_NOT_OURS = frozenset({errno.ELOOP, errno.ENXIO, errno.EINVAL, errno.EISDIR})
+_NOT_OURS = frozenset({errno.ELOOP, errno.ENXIO, errno.EINVAL, errno.EISDIR, errno.ESPIPE})
+"""What the system says of a pipe, a socket, a directory or a link where there should be a file."""
 
 
 class BlockStore:
@@ -111,14 +112,14 @@ class BlockStore:
                 return miss(Reason.NOT_A_FILE)
             raise
         try:
+            fault = self._read(descriptor, key, buffer)
+            if fault is None:
+                return HIT
             found = self._files.stat_open(descriptor)
-            if not stat.S_ISREG(found.st_mode):
-                return miss(Reason.NOT_A_FILE)
-            fault = self._read(descriptor, key, buffer, found.st_size)
         finally:
             self._files.close(descriptor)
-        if fault is None:
-            return HIT
+        if not stat.S_ISREG(found.st_mode):
+            return miss(Reason.NOT_A_FILE)
         self._remove_bad(block, found, fault)
         return miss(fault)
 
@@ -202,11 +203,14 @@ class BlockStore:
             if exc.errno != errno.EROFS:
                 raise
 
-    def _read(self, descriptor: int, key: OffloadKey, buffer: memoryview, file_bytes: int) -> Reason | None:
-        """Read a block whose length is right, and return what is wrong with it."""
-        if file_bytes != self._envelope.stored_bytes(key, buffer.nbytes):
-            return Reason.WRONG_LENGTH
-        around = self._io.read(descriptor, self._envelope.header_bytes(key), buffer)
+    def _read(self, descriptor: int, key: OffloadKey, buffer: memoryview) -> Reason | None:
+        """Read a block, and return what is wrong with it."""
+        try:
+            around = self._io.read(descriptor, self._envelope.header_bytes(key), buffer)
+        except OSError as exc:
+            if exc.errno in _NOT_OURS and not stat.S_ISREG(self._files.stat_open(descriptor).st_mode):
+                return Reason.NOT_A_FILE
+            raise
         if around is None:
             return Reason.WRONG_LENGTH
         header, padding = around

@@ -172,11 +172,13 @@ class FileTier(ThreadedTier):
         """Whether this process evicts for all who share the directory."""
         return self._upkeep.is_evicting
 
-    def wait_until_known(self, timeout_seconds: float) -> bool:
-        """Block until it is known who evicts and, if it is this process, what there is.
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is known what the directory holds; until then nothing is stored, and what is there can be read."""
+        return self._store.ledger.is_open
 
-        Until then nothing is stored; what is there can be read.
-        """
+    def wait_until_known(self, timeout_seconds: float) -> bool:
+        """Block until it is known who evicts and, if it is this process, what there is."""
         return self._upkeep.has_looked.wait(timeout_seconds)
 
     def upkeep_step(self) -> None:
@@ -249,6 +251,7 @@ class FileTier(ThreadedTier):
 
     def _use_ledger(self, ledger: Ledger) -> None:
         self._store.ledger = ledger
+        self._ring()
 
     def _holdings(self) -> Holdings:
         return self._store.ledger.holdings()
