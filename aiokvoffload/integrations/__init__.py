@@ -1,0 +1,1 @@
+"""Offloading for clients that exist already; each needs an extra of its own."""
