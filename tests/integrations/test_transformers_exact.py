@@ -21,6 +21,8 @@ from transformers_rig import (
     transformers,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -43,7 +45,7 @@ async def test_a_restored_prefix_gives_equal_logits(name: str, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("name", MODELS)
-@on_both_loops
+@pytest.mark.asyncio
 async def test_a_cache_that_records_and_one_that_does_not_give_equal_logits(name: str) -> None:
     model = tiny_model(name)
     tokens = prompt(60)
@@ -58,7 +60,7 @@ async def test_a_cache_that_records_and_one_that_does_not_give_equal_logits(name
 
 
 @pytest.mark.parametrize("name", MODELS)
-@on_both_loops
+@pytest.mark.asyncio
 async def test_a_block_of_zeros_is_noticed(name: str) -> None:
     """Shows that the comparison can fail."""
     model = tiny_model(name)
@@ -78,7 +80,7 @@ async def test_a_block_of_zeros_is_noticed(name: str) -> None:
 @pytest.mark.parametrize(
     ("length", "restored"), [(1, 0), (4, 0), (5, 4), (43, 40), (44, 40), (45, 44), (47, 44), (48, 44)]
 )
-@on_both_loops
+@pytest.mark.asyncio
 async def test_prompts_that_end_on_and_beside_a_block_boundary(name: str, length: int, restored: int) -> None:
     """At least one token is left to be computed."""
     model = tiny_model(name)

@@ -150,10 +150,10 @@ def check_model(model: Any) -> None:
     Raises:
         ConfigurationError: It is not.
     """
-    if not isinstance(model, transformers_module().PreTrainedModel):
+    if not isinstance(model, transformers_module().PreTrainedModel) or not model.can_generate():
         raise ConfigurationError(
-            f"a {type(model).__name__} is no model of Transformers; "
-            "give a causal language model, such as AutoModelForCausalLM.from_pretrained(...)"
+            f"{type(model).__name__} is no causal language model of Transformers; "
+            "give one, such as AutoModelForCausalLM.from_pretrained(...)"
         )
     if model.config.is_encoder_decoder:
         raise ConfigurationError(
@@ -179,7 +179,7 @@ def probe_layout(model: CausalModel) -> CacheLayout:
     try:
         check_layers(cache)
     except InvalidRequestError as exc:
-        raise ConfigurationError(f"{type(model).__name__}: {exc}") from exc
+        raise ConfigurationError(f"the cache of {type(model).__name__} cannot be kept: {exc}") from exc
     layers = tuple(
         CutLayer(
             index=index,
@@ -209,14 +209,14 @@ def check_layers(cache: Any) -> None:
     transformers = transformers_module()
     advice = "use DynamicCache(config=model.config), or the cache that restore() returns"
     if not isinstance(cache, transformers.DynamicCache) or cache.offloading:
-        kind = "an offloading" if getattr(cache, "offloading", False) else "a"
-        raise InvalidRequestError(f"{kind} {type(cache).__name__} cannot be cut into blocks; {advice}")
+        kind = "an offloading " if getattr(cache, "offloading", False) else ""
+        raise InvalidRequestError(f"{kind}{type(cache).__name__} cannot be cut into blocks; {advice}")
     utilities = transformers.cache_utils
     cuttable = (utilities.DynamicLayer, utilities.DynamicSlidingWindowLayer, utilities.DummyLayer)
     for index, layer in enumerate(cache.layers):
         if type(layer) not in cuttable:
             raise InvalidRequestError(
-                f"layer {index} keeps a {type(layer).__name__}, which cannot be cut into blocks of tokens; "
+                f"layer {index} is a {type(layer).__name__}, which cannot be cut into blocks of tokens; "
                 "use a model whose layers all keep plain keys and values, or serve this one without a PrefixCache"
             )
         if type(layer) is not utilities.DummyLayer and layer.keys is None:
