@@ -17,6 +17,7 @@ from aiokvoffload.integrations.transformers import PrefixCache
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.asyncio]
 
 TOKENS = prompt(20)
+BERT = {"vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 
 
 def encoder_decoder() -> Any:
@@ -33,7 +34,12 @@ def linear_attention() -> Any:
     config = transformers.Qwen3NextConfig(
         **SIZES
         | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-        | {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+        | {
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        }
         | {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
     )
     return transformers.Qwen3NextForCausalLM(config).eval()
@@ -45,18 +51,21 @@ def linear_attention() -> Any:
         (encoder_decoder, "has an encoder, .* give a decoder-only model"),
         (recurrent, "is a LinearAttentionLayer, .* use a model whose layers all keep plain keys and values"),
         (linear_attention, "layer 0 is a LinearAttentionLayer, .* or serve this one without a PrefixCache"),
-        (lambda: torch.nn.Linear(2, 2), "Linear is no causal language model of Transformers; give one, such as AutoModelForCausalLM"),
+        (
+            lambda: torch.nn.Linear(2, 2),
+            "Linear is no causal language model of Transformers; give one, such as AutoModelForCausalLM",
+        ),
         (lambda: tiny_model().train(), r"training mode, .* call model.eval\(\)"),
-        (lambda: transformers.BertModel(transformers.BertConfig(**BERT)).eval(), "BertModel is no causal language model"),
+        (
+            lambda: transformers.BertModel(transformers.BertConfig(**BERT)).eval(),
+            "BertModel is no causal language model",
+        ),
     ],
 )
 async def test_a_model_that_cannot_be_cut_is_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         async with PrefixCache(make(), cpu_bytes=1 << 20):
             pass
-
-
-BERT = {"vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 
 
 def static_cache(model: Any) -> Any:
@@ -68,19 +77,12 @@ def encoder_decoder_cache(model: Any) -> Any:
 
 
 def quantized_layer(model: Any) -> Any:
-    """Return a cache that holds one quantized layer; without a library that quantizes, an empty one."""
+    """Return a cache with a layer that quantizes; how does not matter, as it is never asked to."""
     cache = new_cache(model)
     utilities = transformers.cache_utils
-
-    class Quantized(utilities.BaseQuantizedLayer):  # type: ignore[misc]  # its base is not checked
-        def _quantize(self, tensor: torch.Tensor) -> torch.Tensor:
-            return tensor
-
-        def _dequantize(self, q_tensor: torch.Tensor) -> torch.Tensor:
-            return q_tensor
-
+    quantized = type("Quantized", (utilities.BaseQuantizedLayer,), {"_quantize": None, "_dequantize": None})
     forward(model, TOKENS, cache)
-    cache.layers[1] = Quantized()
+    cache.layers[1] = quantized()
     return cache
 
 

@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers_rig import BLOCK_TOKENS, WINDOW, forward, go_on, new_cache, open_cache, prompt, tiny_model, transformers
+from transformers_rig import (
+    BLOCK_TOKENS,
+    WINDOW,
+    forward,
+    go_on,
+    new_cache,
+    open_cache,
+    prompt,
+    tiny_model,
+    transformers,
+)
 
 from aiokvoffload import LookupResult
 from aiokvoffload.integrations.transformers import PrefixCache
@@ -107,5 +117,3 @@ async def test_the_record_of_a_restored_cache_ends_when_it_is_saved() -> None:
         assert window.get_seq_length() == 45
         again = await cache.restore(TOKENS)
         assert again.token_counts == (44,)
-
-

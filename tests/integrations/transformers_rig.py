@@ -16,7 +16,7 @@ transformers: Any = pytest.importorskip("transformers")
 VOCABULARY = 97
 BLOCK_TOKENS = 4
 WINDOW = 10
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -30,7 +30,7 @@ SIZES = {
 }
 HYBRID = ["sliding_attention", "full_attention"]
 
-MODELS = {
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", {"num_hidden_layers": 2}),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {"num_hidden_layers": 2}),
     "mistral": ("MistralForCausalLM", "MistralConfig", {"num_hidden_layers": 2, "sliding_window": WINDOW}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 import anyio
@@ -42,7 +43,7 @@ class ComputeThread:
         await checkpoint_if_cancelled()
         call_in_loop = caller_from_threads()
         finished = anyio.Event()
-        future = self._executor.submit(self._call, function, *args, **kwargs)
+        future = self._executor.submit(self._call, partial(function, *args, **kwargs))
         future.add_done_callback(lambda _: call_in_loop(finished.set))
         cancellation: BaseException | None = None
         while not finished.is_set():
@@ -61,8 +62,6 @@ class ComputeThread:
         """End the thread once it is idle."""
         self._executor.shutdown(wait=False)
 
-    def _call(
-        self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
-    ) -> Result:
+    def _call(self, function: Callable[[], Result]) -> Result:
         with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            return function(*args, **kwargs)
+            return function()

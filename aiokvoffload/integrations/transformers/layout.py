@@ -161,7 +161,8 @@ def check_model(model: Any) -> None:
         )
     if "cache" not in inspect.signature(model.forward).parameters:
         raise ConfigurationError(
-            f"{type(model).__name__}.forward takes no `cache`; give a causal language model, of Transformers 5.24 or later"
+            f"{type(model).__name__}.forward takes no `cache`; "
+            "give a causal language model that is written for Transformers 5.24 or later"
         )
     if model.training:
         raise ConfigurationError("the model is in training mode, where dropout spoils its cache; call model.eval()")

@@ -58,7 +58,9 @@ class RestoredPrefix:
     request: Request
 
 
-def forward_inputs(batch: Batch, cache: Any, first_column: int, device: torch.device, padding_id: int) -> dict[str, Any]:
+def forward_inputs(
+    batch: Batch, cache: Any, first_column: int, device: torch.device, padding_id: int
+) -> dict[str, Any]:
     """Return what a forward over a batch takes from a column on; a mask and positions only where rows are padded."""
     inputs: dict[str, Any] = {
         "input_ids": batch.input_ids(first_column, padding_id).to(device),

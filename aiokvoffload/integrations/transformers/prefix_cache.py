@@ -47,12 +47,12 @@ Prompts = torch.Tensor | Sequence[int] | Sequence[Sequence[int]]
 class PrefixCache:
     """Keeps the prefixes of prompts that a model has seen, and restores them, equal to the bit.
 
-    What is restored are the bytes that the model computed when the prefix was saved. So logits are equal, to the bit, to
-    those of the same model that goes on, from the same token, from the cache it had then. A model that computes a prompt
-    in one piece and one that computes it in two differ in the last bits anyway, with or without this.
+    What is restored are the bytes that the model computed when the prefix was saved. So logits are equal, to the bit,
+    to those of the same model that goes on, from the same token, from the cache it had then. A model that computes a
+    prompt in one piece and one that computes it in two differ in the last bits anyway, with or without this.
 
-    `async with PrefixCache(...)` opens it in the running event loop, asyncio or trio; any number of tasks may use it. The
-    model runs in a thread, one call at a time. The model object is not changed.
+    `async with PrefixCache(...)` opens it in the running event loop, asyncio or trio; any number of tasks may use it.
+    The model runs in a thread, one call at a time. The model object is not changed.
 
     Args:
         model: A causal language model of Transformers, in evaluation mode, on one device.
@@ -61,10 +61,10 @@ class PrefixCache:
         tiers: Below CPU memory, see `open_offloader`.
         scratch_tokens: Room on the model's device for prefixes on their way. What is longer passes in several parts; of
             a model with sliding windows no more than this is restored.
-        identity: Which model it is, for tiers that others use too; by default, a digest of its configuration and weights.
+        identity: Which model it is, for tiers that others use too; by default, a digest of configuration and weights.
         policy: Which prefix leaves first, see `open_offloader`.
         store_threshold: From 2 on, a block is kept only once that many requests have used it.
-        compute_stream: On a GPU, the stream that the model runs on; by default a new one.
+        compute_stream: On a GPU, the stream that the model runs on; by default the current one when this is opened.
         device: See `open_offloader`.
         deadlines: How long anything may take.
         clock: Where deadlines are read.
@@ -127,7 +127,7 @@ class PrefixCache:
         async with AsyncExitStack() as stack:
             stream = self._compute_stream
             if stream is None and self._model.device.type == "cuda":
-                stream = torch.cuda.Stream(self._model.device)
+                stream = torch.cuda.current_stream(self._model.device)
             self._compute = ComputeThread(stream)
             stack.callback(self._compute.close)
             layout = self._layout = await self._compute.run(probe_layout, self._model)
@@ -214,15 +214,16 @@ class PrefixCache:
     ) -> int:
         """Keep the whole blocks of what a cache holds, and return how many blocks are new; the cache stays yours.
 
-        Of a layer with a sliding window only those blocks are kept that the window reaches from the end, or from one of
-        the branch points. What has slid out of a cache that was not restored here is gone, so call it before the windows
-        are full, or let the cache record (`cache.activate_past_recording()`); the record of a restored one ends here.
+        Of a layer with a sliding window only those blocks are kept that the window reaches from the end, or from one
+        of the branch points. What has slid out of a cache that was not restored here is gone, so call this before the
+        windows are full, or let the cache record (`cache.activate_past_recording()`). The record of a restored one ends
+        here.
 
         Args:
             token_ids: All tokens of each row that the cache has seen, or more, from their start; rows are padded on the
                 left as in the cache.
-            prefix: What `restore` has returned, after the model has gone on with it; or any other `DynamicCache`. It may
-                not be used until this has ended.
+            prefix: What `restore` has returned, after the model has gone on with it; or any other `DynamicCache`. It
+                may not be used until this has ended.
             attention_mask: 0 for the padding of a tensor.
             adapter: As in `restore`, for a cache that does not come from there.
             salt: The same.
@@ -271,7 +272,11 @@ class PrefixCache:
         model's present step, and leaves nothing pinned; what was kept until then stays.
 
         Args:
-            prompts: As in `restore`, as are `attention_mask`, `adapter`, `salt` and `session_id`.
+            prompts: As in `restore`.
+            attention_mask: The same.
+            adapter: The same.
+            salt: The same.
+            session_id: The same.
             max_new_tokens: At most so many for each row.
             branch_points: As in `save`.
             end_tokens: Any of them ends a row; by default those of the model's generation configuration.

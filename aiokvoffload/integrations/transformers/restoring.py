@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from aiokvoffload.integrations.transformers.layout import CacheLayout
 from aiokvoffload.integrations.transformers.prefix import Request
 from aiokvoffload.integrations.transformers.scratch import ScratchBlocks
 from aiokvoffload.keys import OffloadKey
-from aiokvoffload.offloader import LoadTicket, Offloader
+from aiokvoffload.offloader import LoadTicket, Offloader, TransferHandle
 from aiokvoffload.specs import LookupResult
 
 _logger = logging.getLogger(__name__)
@@ -143,8 +144,11 @@ class Restorer:
                 return False
             finally:
                 handle.cancel()
-                handle.on_idle(lambda _, blocks=blocks: self._scratch.give_back(blocks))
+                handle.on_idle(partial(self._give_back, blocks))
         return True
+
+    def _give_back(self, blocks: Sequence[int], handle: TransferHandle) -> None:
+        self._scratch.give_back(blocks)
 
     def _prepare(
         self, request: Request, row: int, keys: list[list[OffloadKey]], end: int, start: int = 0

@@ -70,10 +70,11 @@ class Saver:
         """
         keys = [request.keys(self._offloader, row, len(self._layout.groups)) for row in batch.rows]
         points = tuple(branch_points)
-        handles: list[TransferHandle] = []
-        for row, token_count in enumerate(token_counts):
-            for piece in self._pieces(row, batch.padding(row), keys[row], cache, token_count, points):
-                handles.append(await self._store(batch, request, keys[row][piece.group], cache, piece))
+        handles = [
+            await self._store(batch, request, keys[row][piece.group], cache, piece)
+            for row, token_count in enumerate(token_counts)
+            for piece in self._pieces(row, batch.padding(row), keys[row], cache, token_count, points)
+        ]
         for handle in handles:
             try:
                 await handle
