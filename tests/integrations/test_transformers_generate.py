@@ -9,7 +9,7 @@ import anyio
 import pytest
 import torch
 from offloader_rig import on_both_loops
-from transformers_rig import forward, go_on, new_cache, open_cache, prompt, tiny_model
+from transformers_rig import MODELS, WITH_WINDOWS, forward, go_on, new_cache, open_cache, prompt, tiny_model
 
 from aiokvoffload.errors import ClosedError, ConfigurationError, InvalidRequestError, StateError
 from aiokvoffload.integrations.transformers import PrefixCache
@@ -62,6 +62,37 @@ async def test_logits_of_the_second_call_are_those_of_going_on_from_the_first_on
         await cache.generate(TOKENS, max_new_tokens=1)
         await cache.generate(TOKENS, max_new_tokens=1, choose=choose)
     assert torch.equal(seen[-1], forward(model, TOKENS[44:], kept)[:, -1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.asyncio
+async def test_a_reproducible_cache_gives_equal_logits_whatever_was_restored(name: str, dtype: torch.dtype) -> None:
+    model = tiny_model(name, dtype)
+    seen: list[torch.Tensor] = []
+
+    def choose(logits: torch.Tensor) -> torch.Tensor:
+        seen.append(logits.clone())
+        return greedy(logits)
+
+    async def logits_of(cache: PrefixCache, length: int) -> tuple[int, torch.Tensor]:
+        seen.clear()
+        answer = await cache.generate(TOKENS[:length], max_new_tokens=6, choose=choose, branch_points=[20])
+        return answer.restored_tokens[0], torch.cat(seen)
+
+    alone = {}
+    for length in (45, 44, 21, 23):
+        async with open_cache(model, reproducible=True) as cache:
+            restored, alone[length] = await logits_of(cache, length)
+            assert restored == 0
+    async with open_cache(model, reproducible=True) as cache:
+        before = 20 if name in WITH_WINDOWS else 40  # a block before the end, no window is kept
+        for length, expected in ((45, 0), (45, 44), (44, before), (44, 40), (21, 20), (23, 20)):
+            restored, logits = await logits_of(cache, length)
+            assert restored == expected
+            assert torch.equal(logits, alone[length])
+        with pytest.raises(InvalidRequestError, match="2 prompts were given; to be reproducible, give one a call"):
+            await cache.generate([TOKENS, TOKENS])
 
 
 @pytest.mark.asyncio

@@ -56,12 +56,15 @@ class Generator:
         model: The model.
         compute: Where it runs.
         clock: Where time is read.
+        piece_tokens: Prompts are computed in pieces of so many tokens, counted from their start, and answers are not
+            saved; None computes what is left of a prompt at once.
     """
 
-    def __init__(self, model: CausalModel, compute: ComputeThread, clock: Clock) -> None:
+    def __init__(self, model: CausalModel, compute: ComputeThread, clock: Clock, piece_tokens: int | None) -> None:
         self._model = model
         self._compute = compute
         self._clock = clock
+        self._piece_tokens = piece_tokens
         parameters = inspect.signature(model.forward).parameters
         self._options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self.padding_id: int = getattr(model.config, "pad_token_id", None) or 0
@@ -96,14 +99,18 @@ class Generator:
             on_tokens: Hears the new token of each row, None for a row that has ended; in the event loop.
 
         Raises:
-            InvalidRequestError: No token is asked for.
+            InvalidRequestError: No token is asked for, or several prompts are to be computed in pieces.
         """
         if max_new_tokens < 1:
             raise InvalidRequestError(f"max_new_tokens is {max_new_tokens}, it must be at least 1")
+        if self._piece_tokens is not None and len(prefix.batch.rows) > 1:
+            raise InvalidRequestError(
+                f"{len(prefix.batch.rows)} prompts were given; to be reproducible, give one a call"
+            )
         batch = prefix.batch
         new_tokens: list[list[int]] = [[] for _ in batch.rows]
         has_ended = [False] * len(batch.rows)
-        inputs = prefix.inputs
+        inputs = await self._last_piece(prefix)
         first_token_at = started
         for step in range(max_new_tokens):
             if step:
@@ -126,7 +133,8 @@ class Generator:
             if all(has_ended):
                 break
         lengths = [len(row) + len(new) for row, new in zip(prefix.batch.rows, new_tokens, strict=True)]
-        await save(batch, [min(length, len(row)) for length, row in zip(lengths, batch.rows, strict=True)])
+        if self._piece_tokens is None:
+            await save(batch, [min(length, len(row)) for length, row in zip(lengths, batch.rows, strict=True)])
         return Generation(
             token_ids=tuple(map(tuple, new_tokens)),
             restored_tokens=prefix.token_counts,
@@ -134,6 +142,15 @@ class Generator:
             seconds_to_first_token=first_token_at - started,
             seconds=self._clock.now() - started,
         )
+
+    async def _last_piece(self, prefix: RestoredPrefix) -> dict[str, Any]:
+        """Compute all pieces of a prompt but the last, and return what a forward takes for that."""
+        inputs = prefix.inputs
+        while self._piece_tokens is not None and inputs["input_ids"].shape[1] > self._piece_tokens:
+            rest = inputs["input_ids"]
+            await self._compute.run(self._forward, inputs | {"input_ids": rest[:, : self._piece_tokens]}, greedy)
+            inputs = inputs | {"input_ids": rest[:, self._piece_tokens :]}
+        return inputs
 
     def _forward(self, inputs: dict[str, Any], choose: Choose) -> list[int]:
         logits = self._model(**inputs, **self._options).logits[:, -1]

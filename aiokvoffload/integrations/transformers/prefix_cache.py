@@ -49,7 +49,8 @@ class PrefixCache:
 
     What is restored are the bytes that the model computed when the prefix was saved. So logits are equal, to the bit,
     to those of the same model that goes on, from the same token, from the cache it had then. A model that computes a
-    prompt in one piece and one that computes it in two differ in the last bits anyway, with or without this.
+    prompt in one piece and one that computes it in two differ in the last bits anyway, with or without this; where that
+    matters, `reproducible` computes every prompt in the same pieces.
 
     `async with PrefixCache(...)` opens it in the running event loop, asyncio or trio; any number of tasks may use it.
     The model runs in a thread, one call at a time. The model object is not changed.
@@ -62,6 +63,8 @@ class PrefixCache:
         scratch_tokens: Room on the model's device for prefixes on their way. What is longer passes in several parts; of
             a model with sliding windows no more than this is restored.
         identity: Which model it is, for tiers that others use too; by default, a digest of configuration and weights.
+        reproducible: `generate` computes each prompt block by block, one prompt a call, and keeps no answers: then what
+            it returns does not depend, to the bit, on what was restored. Small blocks make that slow.
         policy: Which prefix leaves first, see `open_offloader`.
         store_threshold: From 2 on, a block is kept only once that many requests have used it.
         compute_stream: On a GPU, the stream that the model runs on; by default the current one when this is opened.
@@ -82,6 +85,7 @@ class PrefixCache:
         tiers: Sequence[TierChoice] = (),
         scratch_tokens: int = 2048,
         identity: CacheIdentity | None = None,
+        reproducible: bool = False,
         policy: str = "adaptive",
         store_threshold: int = 0,
         compute_stream: torch.cuda.Stream | None = None,
@@ -99,6 +103,7 @@ class PrefixCache:
         self._block_tokens = block_tokens
         self._scratch_count = scratch_tokens // block_tokens
         self._identity = identity
+        self._piece_tokens = block_tokens if reproducible else None
         self._compute_stream = compute_stream
         self._clock = clock or SystemClock()
         self._options: dict[str, Any] = {
@@ -139,7 +144,7 @@ class PrefixCache:
             limit = self._scratch_count if layout.has_windows else None
             self._restorer = Restorer(self._offloader, layout, scratch, self._compute, limit)
             self._saver = Saver(self._offloader, layout, scratch, self._compute, limit)
-            self._generator = Generator(self._model, self._compute, self._clock)
+            self._generator = Generator(self._model, self._compute, self._clock, self._piece_tokens)
             self._stack = stack.pop_all()
         return self
 
@@ -284,7 +289,8 @@ class PrefixCache:
             on_tokens: Hears the new token of each row after each step, None for a row that has ended.
 
         Raises:
-            InvalidRequestError: The prompts are no such thing, or no token is asked for.
+            InvalidRequestError: The prompts are no such thing, no token is asked for, or this is
+                reproducible and there are several.
         """
         started = self._clock.now()
         points = tuple(branch_points)
