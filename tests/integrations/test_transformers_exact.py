@@ -10,6 +10,7 @@ import torch
 from offloader_rig import on_both_loops
 from transformers_rig import (
     BLOCK_TOKENS,
+    FAMILIES,
     MODELS,
     WITH_WINDOWS,
     forward,
@@ -41,6 +42,22 @@ async def test_a_restored_prefix_gives_equal_logits(name: str, dtype: torch.dtyp
         expected = forward(model, tokens[44:], kept)
         assert torch.equal(go_on(model, prefix), expected)
         for token in prompt(20, seed=1):  # and stays equal, until every window has slid
+            assert torch.equal(forward(model, [token], prefix.cache), forward(model, [token], kept))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.asyncio
+async def test_models_of_other_families_are_exact_too(name: str) -> None:
+    model = tiny_model(name)
+    tokens = prompt(45)
+    kept = new_cache(model)
+    forward(model, tokens[:44], kept)
+    async with open_cache(model) as cache:
+        await cache.save(tokens[:44], kept)
+        prefix = await cache.restore(tokens)
+        assert prefix.token_counts == (44,)
+        assert torch.equal(go_on(model, prefix), forward(model, tokens[44:], kept))
+        for token in prompt(14, seed=1):
             assert torch.equal(forward(model, [token], prefix.cache), forward(model, [token], kept))
 
 

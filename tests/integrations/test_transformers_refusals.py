@@ -30,6 +30,11 @@ def recurrent() -> Any:
     return transformers.MambaForCausalLM(config).eval()
 
 
+def recurrent_and_attention() -> Any:
+    config = transformers.JambaConfig(**SIZES | {"num_hidden_layers": 4, "num_experts": 2, "use_mamba_kernels": False})
+    return transformers.JambaForCausalLM(config).eval()
+
+
 def linear_attention() -> Any:
     config = transformers.Qwen3NextConfig(
         **SIZES
@@ -50,6 +55,7 @@ def linear_attention() -> Any:
     [
         (encoder_decoder, "has an encoder, .* give a decoder-only model"),
         (recurrent, "is a LinearAttentionLayer, .* use a model whose layers all keep plain keys and values"),
+        (recurrent_and_attention, "layer 0 is a LinearAttentionLayer"),
         (linear_attention, "layer 0 is a LinearAttentionLayer, .* or serve this one without a PrefixCache"),
         (
             lambda: torch.nn.Linear(2, 2),

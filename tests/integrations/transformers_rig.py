@@ -45,12 +45,39 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"num_hidden_layers": 4, "sliding_window": WINDOW, "layer_types": HYBRID * 2},
     ),
 }
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "positions in the attention": ("BloomForCausalLM", "BloomConfig", {"n_layer": 2, "n_head": 4}),
+    "keys and values of different sizes": (
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        {"num_hidden_layers": 2, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 8, "v_head_dim": 8}
+        | {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2}
+        | {"head_dim": 4, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
+    ),
+    "attention sinks": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {"num_hidden_layers": 2, "sliding_window": WINDOW, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
+    "layers that use the cache of others, heads of different sizes": (
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {"num_hidden_layers": 4, "sliding_window": WINDOW, "layer_types": HYBRID * 2, "num_kv_shared_layers": 2}
+        | {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8, "global_head_dim": 16},
+    ),
+    "chunks": (
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        {"num_hidden_layers": 4, "attention_chunk_size": 12, "intermediate_size_mlp": 48, "num_local_experts": 2},
+    ),
+}
+"""What models of other families do differently."""
 WITH_WINDOWS = ("mistral", "gemma2", "gemma3")
 
 
 def tiny_model(name: str = "llama", dtype: torch.dtype = torch.float32, *, seed: int = 0, **changes: Any) -> Any:
     """Return a model whose logits depend on its whole cache."""
-    model_class, config_class, options = MODELS[name]
+    model_class, config_class, options = (MODELS | FAMILIES)[name]
     torch.manual_seed(seed)
     config = getattr(transformers, config_class)(**SIZES | {"initializer_range": 0.5} | options | changes)
     return getattr(transformers, model_class)(config).to(dtype).eval()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, Self, TextIO
 from aiokvoffload.cli.report import TierReport
 from aiokvoffload.extras import import_extra
 
-_PICTURE_COLUMNS = 108
+_PICTURE_COLUMNS = 116
 _HEADINGS = ("request", "prompt", "restored", "from", "first token without", "with offloading", "sooner", "same answer")
 
 
@@ -132,7 +133,9 @@ class DemoReport:
         console_class = import_extra("rich.console", extra="cli", needed_by="a picture").Console
         console = console_class(record=True, width=_PICTURE_COLUMNS, file=io.StringIO(), force_terminal=True)
         self._print_rich(console)
-        console.save_svg(str(picture), title="aiokvoffload demo")
+        drawn = console.export_svg(title="aiokvoffload demo")
+        # Without fonts from elsewhere: the reader's own will do.
+        picture.write_text(re.sub(r"@font-face \{[^}]*\}", "", drawn))
 
     def _print_rich(self, console: Any) -> None:
         from rich.table import Table
@@ -154,4 +157,10 @@ class DemoReport:
 
     def _notes(self) -> list[str]:
         stall = f"longest event-loop stall: {self.max_loop_stall_ms:.0f} ms"
-        return [*(f"{tier.url.partition('?')[0]}: {tier.describe()}" for tier in self.tiers), stall]
+        return [*(f"{medium_of(tier.url)}: {tier.describe()}" for tier in self.tiers), stall]
+
+
+def medium_of(url: str) -> str:
+    """Return what to call a tier: a disk, or the name of its scheme."""
+    scheme = url.partition("://")[0]
+    return {"file": "disk"}.get(scheme, scheme)

@@ -12,7 +12,7 @@ import torch
 
 from aiokvoffload.cli.demo.chat_model import ChatModel, Conversation, Turn
 from aiokvoffload.cli.demo.options import DemoOptions
-from aiokvoffload.cli.demo.report import DemoReport, RequestReport
+from aiokvoffload.cli.demo.report import DemoReport, RequestReport, medium_of
 from aiokvoffload.cli.demo.script import AFTER_RESTART, CONVERSATION, OTHER_GUESTS, SYSTEM_PROMPT
 from aiokvoffload.cli.report import TierReport
 from aiokvoffload.cli.stall import LoopStallMeter
@@ -85,7 +85,7 @@ class Desk:
         found = await self._cache.generate(prompt, max_new_tokens=self._new_tokens, session_id=session)
         after = self._promoted()
         places = ["CPU memory"] if found.restored_tokens[0] > found.tier_tokens[0] else []
-        places += [_named(url) for url, count in after.items() if count > before[url] and found.tier_tokens[0]]
+        places += [medium_of(url) for url, count in after.items() if count > before[url] and found.tier_tokens[0]]
         report = RequestReport(
             name=name,
             prompt_tokens=len(prompt),
@@ -148,11 +148,6 @@ class Desk:
 
     def _promoted(self) -> dict[str, int]:
         return {use.tier.url: use.promoted for use in self._cache.offloader.statistics().tiers}
-
-
-def _named(url: str) -> str:
-    scheme = url.partition("://")[0]
-    return {"file": "disk"}.get(scheme, scheme)
 
 
 async def serve_conversations(

@@ -175,9 +175,10 @@ def probe_layout(model: CausalModel) -> CacheLayout:
         ConfigurationError: It cannot be cut.
     """
     cache = transformers_module().DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), cache=cache, use_cache=True)
     try:
+        check_kinds(cache)
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), cache=cache, use_cache=True)
         check_layers(cache)
     except InvalidRequestError as exc:
         raise ConfigurationError(f"the cache of {type(model).__name__} cannot be kept: {exc}") from exc
@@ -202,17 +203,32 @@ def probe_layout(model: CausalModel) -> CacheLayout:
 
 
 def check_layers(cache: Any) -> None:
-    """Refuse a cache that cannot be cut.
+    """Refuse a cache that cannot be cut, or holds nothing yet.
+
+    Raises:
+        InvalidRequestError: It is none of the kind that grows, or a layer keeps something else than tokens, or nothing.
+    """
+    check_kinds(cache)
+    for index, layer in enumerate(cache.layers):
+        if layer.keys is None and type(layer) is not transformers_module().cache_utils.DummyLayer:
+            raise InvalidRequestError(f"layer {index} holds nothing; let the model fill all layers of the cache first")
+
+
+def check_kinds(cache: Any) -> None:
+    """Refuse a cache that cannot be cut, whatever it holds.
 
     Raises:
         InvalidRequestError: It is none of the kind that grows, or one of its layers keeps something else than tokens.
     """
     transformers = transformers_module()
-    advice = "use DynamicCache(config=model.config), or the cache that restore() returns"
     if not isinstance(cache, transformers.DynamicCache) or cache.offloading:
         kind = "an offloading " if getattr(cache, "offloading", False) else ""
-        raise InvalidRequestError(f"{kind}{type(cache).__name__} cannot be cut into blocks; {advice}")
+        raise InvalidRequestError(
+            f"{kind}{type(cache).__name__} cannot be cut into blocks; "
+            "use DynamicCache(config=model.config), or the cache that restore() returns"
+        )
     utilities = transformers.cache_utils
+    # A subclass may keep more than keys and values, as a quantized layer does.
     cuttable = (utilities.DynamicLayer, utilities.DynamicSlidingWindowLayer, utilities.DummyLayer)
     for index, layer in enumerate(cache.layers):
         if type(layer) not in cuttable:
@@ -220,5 +236,3 @@ def check_layers(cache: Any) -> None:
                 f"layer {index} is a {type(layer).__name__}, which cannot be cut into blocks of tokens; "
                 "use a model whose layers all keep plain keys and values, or serve this one without a PrefixCache"
             )
-        if type(layer) is not utilities.DummyLayer and layer.keys is None:
-            raise InvalidRequestError(f"layer {index} holds nothing; let the model fill all layers of the cache first")
