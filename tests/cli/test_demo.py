@@ -120,13 +120,13 @@ def test_a_table_says_where_an_answer_changed(capsys: pytest.CaptureFixture[str]
         first_token_seconds=0.5,
         are_tokens_equal=False,
     )
-    report = DemoReport(model="tiny", requests=(request,), max_loop_stall_ms=3.0, tiers=())
+    report = DemoReport(model="tiny", requests=(request,), p99_loop_stall_ms=1.0, max_loop_stall_ms=3.0, tiers=())
     assert not report.is_faultless
     report.write_table()
     assert capsys.readouterr().out.splitlines() == [
         "request  prompt  restored  from  first token without  with offloading  sooner  same answer",
         "turn 1   500     496       disk  8.00 s               0.50 s           16.0 x  NO",
-        "longest event-loop stall: 3 ms",
+        "event-loop stall: p99 1 ms, longest 3 ms",
     ]
 
 

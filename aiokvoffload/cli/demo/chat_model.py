@@ -61,7 +61,9 @@ class ChatModel:
                 raise ConfigurationError(f"cannot load the model {source}: {str(exc).splitlines()[0]}") from exc
         if tokenizer.chat_template is None:
             raise ConfigurationError(f"{source} has no chat template; give a model that was made to chat")
-        return cls(path.stem if path.suffix == ".gguf" else path.name, loaded.eval(), tokenizer)
+        chat = cls(path.stem if path.suffix == ".gguf" else path.name, loaded.eval(), tokenizer)
+        chat.text_of([{"role": "user", "content": "Good evening."}])  # compiles the template before an event loop runs
+        return chat
 
     def text_of(self, messages: Sequence[dict[str, str]]) -> str:
         """Return messages as the model reads them, up to where its answer begins."""

@@ -20,6 +20,7 @@ from aiokvoffload.clock import Clock, SystemClock
 from aiokvoffload.integrations.transformers import PrefixCache
 
 _STALL_INTERVAL_SECONDS = 0.002
+_WARM_UP_TOKENS = 64
 
 Say = Callable[[str], None]
 
@@ -71,6 +72,10 @@ class Desk:
         self._clock = clock
         self._meter = meter
         self._one_at_a_time = anyio.CapacityLimiter(1)
+
+    async def warm_up(self, prompt: Sequence[int]) -> None:
+        """Let the model answer to a short piece of a prompt, for the first answer of all takes longer than later ones."""
+        await self.answer_plainly(prompt[:_WARM_UP_TOKENS])
 
     async def answer_plainly(self, prompt: Sequence[int]) -> PlainAnswer:
         """Let Transformers compute the whole prompt and generate."""
@@ -130,6 +135,7 @@ class Desk:
         return DemoReport(
             model=self._chat.name,
             requests=tuple(requests),
+            p99_loop_stall_ms=self._meter.p99_stall_ms,
             max_loop_stall_ms=self._meter.max_stall_ms,
             tiers=tuple(map(TierReport.of, self._cache.offloader.statistics().tiers)),
         )
@@ -163,6 +169,8 @@ async def serve_conversations(
     async with _desk(options, chat, tiers, say) as desk:
         for turn, question in enumerate(CONVERSATION, start=1):
             prompt = conversation.ask(question)
+            if turn == 1:
+                await desk.warm_up(prompt)
             report, plain = await desk.serve(f"turn {turn}", prompt, "conversation")
             reports.append(report)
             say(f"    {question} {conversation.hear(plain.tokens)!r}")
@@ -180,6 +188,7 @@ async def go_on_after_restart(
     conversation = Conversation(chat, SYSTEM_PROMPT, turns)
     async with _desk(options, chat, tiers, say) as desk:
         prompt = conversation.ask(AFTER_RESTART)
+        await desk.warm_up(prompt)
         report, plain = await desk.serve(f"turn {len(turns) + 1}, new process", prompt, "conversation")
         say(f"    {AFTER_RESTART} {conversation.hear(plain.tokens)!r}")
         return desk.report([report])
