@@ -74,7 +74,7 @@ class Desk:
         self._one_at_a_time = anyio.CapacityLimiter(1)
 
     async def warm_up(self, prompt: Sequence[int]) -> None:
-        """Let the model answer to a short piece of a prompt, for the first answer of all takes longer than later ones."""
+        """Let the model answer a short piece of a prompt: the first answer of all takes longer than later ones."""
         await self.answer_plainly(prompt[:_WARM_UP_TOKENS])
 
     async def answer_plainly(self, prompt: Sequence[int]) -> PlainAnswer:
