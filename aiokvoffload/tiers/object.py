@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 from aiokvoffload.errors import ConfigurationError
-from aiokvoffload.tiers.extras import import_extra
+from aiokvoffload.extras import import_extra
 from aiokvoffload.tiers.names import DEFAULT_PREFIX, check_prefix
 from aiokvoffload.tiers.outcomes import Reason
 from aiokvoffload.tiers.url import OptionReader, TierUrl
@@ -147,7 +147,7 @@ class ObjectTier(ValueTier):
         cls, url: TierUrl, options: OptionReader, *, timeout_seconds: float, bytes_in_work: int
     ) -> ObjectStore:
         """Open `s3://bucket/prefix?region=eu-central-1`; the options are in docs/tiers.md."""
-        obstore = import_extra("obstore", extra=EXTRA, scheme=url.scheme)
+        obstore = import_extra("obstore", extra=EXTRA, needed_by=f"a {url.scheme}:// tier")
         if url.user or url.password:
             raise ConfigurationError(
                 f"{url.redacted}: credentials do not belong into this URL; give them in the environment, such as "

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any, ClassVar
 
 from aiokvoffload.errors import ConfigurationError
-from aiokvoffload.tiers.extras import import_extra
+from aiokvoffload.extras import import_extra
 from aiokvoffload.tiers.names import DEFAULT_PREFIX, check_prefix
 from aiokvoffload.tiers.outcomes import Reason
 from aiokvoffload.tiers.url import OptionReader, TierUrl
@@ -43,7 +43,7 @@ class ValkeyStore(ValueStore):
     def __init__(
         self, address: ValkeyAddress, *, prefix: str, ttl_seconds: float | None = None, scheme: str = "valkey"
     ) -> None:
-        self._redis = import_extra("redis", extra="valkey", scheme=scheme)
+        self._redis = import_extra("redis", extra="valkey", needed_by=f"a {scheme}:// tier")
         self._address = address
         self._prefix = prefix
         self._ttl_ms = None if ttl_seconds is None else max(1, int(1000 * ttl_seconds))

@@ -7,7 +7,6 @@ import pytest
 from aiokvoffload.errors import ConfigurationError
 from aiokvoffload.testing.tier_contract import IDENTITY
 from aiokvoffload.tiers.base import TIERS, Tier
-from aiokvoffload.tiers.extras import import_extra
 from aiokvoffload.tiers.memory import MemoryTier
 from aiokvoffload.tiers.opening import open_tier
 from aiokvoffload.tiers.requests import RequestTicks
@@ -74,12 +73,6 @@ def test_a_number_of_something_is_at_least_one(value: str) -> None:
 def test_blocks_have_sizes(block_bytes: int | list[int]) -> None:
     with pytest.raises(ConfigurationError, match="give the size of a block, or several, at least 1"):
         open_tier("memory://", identity=IDENTITY, block_bytes=block_bytes)
-
-
-def test_a_missing_extra_is_named_with_the_command_that_installs_it() -> None:
-    with pytest.raises(ConfigurationError, match=r"run: pip install 'aiokvoffload\[valkey\]'"):
-        import_extra("no_such_client", extra="valkey", scheme="valkey")
-    assert import_extra("json", extra="json", scheme="json").dumps([]) == "[]"
 
 
 def test_tiers_are_registered_by_scheme() -> None:

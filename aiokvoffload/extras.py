@@ -1,4 +1,4 @@
-"""Libraries that only one tier needs are optional; this names what installs them."""
+"""Libraries that only one part needs are optional; this names what installs them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from types import ModuleType
 from aiokvoffload.errors import ConfigurationError
 
 
-def import_extra(module: str, *, extra: str, scheme: str) -> ModuleType:
-    """Import what a tier needs.
+def import_extra(module: str, *, extra: str, needed_by: str) -> ModuleType:
+    """Import what an optional part needs.
 
     Args:
         module: What to import.
         extra: The extra of this package that installs it.
-        scheme: The tier, for the message.
+        needed_by: The part, for the message, such as "a valkey:// tier".
 
     Raises:
         ConfigurationError: It is not installed; the message is the command that installs it.
@@ -23,6 +23,6 @@ def import_extra(module: str, *, extra: str, scheme: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as exc:
         raise ConfigurationError(
-            f"a {scheme}:// tier needs the module {module!r}, which cannot be imported ({exc}); "
+            f"{needed_by} needs the module {module!r}, which cannot be imported ({exc}); "
             f"run: pip install 'aiokvoffload[{extra}]'"
         ) from exc

@@ -1,0 +1,213 @@
+"""Brings the prefixes of a batch back: matches and pins them, and loads them into a cache through scratch blocks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from aiokvoffload.errors import BlocksInFlightError
+from aiokvoffload.integrations.transformers.batch import Batch
+from aiokvoffload.integrations.transformers.compute import ComputeThread
+from aiokvoffload.integrations.transformers.layout import CacheLayout
+from aiokvoffload.integrations.transformers.prefix import Request
+from aiokvoffload.integrations.transformers.scratch import ScratchBlocks
+from aiokvoffload.keys import OffloadKey
+from aiokvoffload.offloader import LoadTicket, Offloader, TransferHandle
+from aiokvoffload.specs import LookupResult
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a batch can go on from.
+
+    Attributes:
+        column_count: Columns of the padded batch.
+        tier_token_counts: For each row, tokens of them that were not in CPU memory.
+    """
+
+    column_count: int
+    tier_token_counts: tuple[int, ...]
+
+
+class Restorer:
+    """Fills caches with prefixes that are stored.
+
+    Args:
+        offloader: Has them.
+        layout: What is cut of a cache.
+        scratch: Blocks to load into.
+        compute: Copies out of them.
+        limit_blocks: The most blocks of a row that are restored; None for any number.
+    """
+
+    def __init__(
+        self,
+        offloader: Offloader,
+        layout: CacheLayout,
+        scratch: ScratchBlocks,
+        compute: ComputeThread,
+        limit_blocks: int | None,
+    ) -> None:
+        self._offloader = offloader
+        self._layout = layout
+        self._scratch = scratch
+        self._compute = compute
+        self._limit_blocks = limit_blocks
+        self._block_tokens = scratch.block_tokens
+
+    async def restore(self, batch: Batch, request: Request, cache: Any) -> Found:
+        """Fill an empty cache with what all rows have; with nothing if a block is lost on the way."""
+        nothing = Found(0, (0,) * len(batch.rows))
+        keys = [request.keys(self._offloader, row, len(self._layout.groups)) for row in batch.rows]
+        with ExitStack() as pins:
+            in_memory = [self._tokens_in_memory(row_keys[0]) for row_keys in keys]
+            tickets, column_count = await self._match(batch, request, keys, pins)
+            if not column_count:
+                return nothing
+            tensors = self._new_tensors(len(batch.rows), column_count)
+            for row, ticket in enumerate(tickets):
+                blocks = ticket.token_count // self._block_tokens
+                if column_count > batch.padding(row) and not await self._load_row(
+                    batch, request, row, keys[row], blocks, column_count, tensors
+                ):
+                    return nothing
+        await self._compute.run(self._install, cache, tensors, column_count)
+        restored = (max(0, column_count - batch.padding(row)) for row in range(len(batch.rows)))
+        return Found(
+            column_count, tuple(max(0, tokens - found) for tokens, found in zip(restored, in_memory, strict=True))
+        )
+
+    async def _match(
+        self, batch: Batch, request: Request, keys: Sequence[list[list[OffloadKey]]], pins: ExitStack
+    ) -> tuple[list[LoadTicket], int]:
+        """Pin what the rows can go on from, all up to the same column, and return it with that column.
+
+        A row that has more than another gives up what lies behind that column. Layers with a window need the last
+        blocks before the end, so what such a row has is matched again, up to the block that the column lies in.
+        """
+        counts = [self._most_blocks(row) for row in batch.rows]
+        tickets: dict[int, LoadTicket] = {}
+        while True:
+            for row, count in enumerate(counts):
+                if row not in tickets:
+                    tickets[row] = pins.enter_context(self._prepare(request, row, keys[row], count))
+            for ticket in tickets.values():
+                await ticket.ready()
+            column_count = min(batch.padding(row) + ticket.token_count for row, ticket in tickets.items())
+            for row, ticket in list(tickets.items()):
+                wanted = -(-max(0, column_count - batch.padding(row)) // self._block_tokens)
+                if wanted * self._block_tokens < ticket.token_count:
+                    tickets.pop(row).abort()
+                    counts[row] = wanted
+            if len(tickets) == len(counts):
+                return [tickets[row] for row in range(len(counts))], column_count
+
+    async def _load_row(
+        self,
+        batch: Batch,
+        request: Request,
+        row: int,
+        keys: list[list[OffloadKey]],
+        block_count: int,
+        column_count: int,
+        tensors: Tensors,
+    ) -> bool:
+        """Load the pinned blocks of a row, as many at a time as there are scratch blocks; return whether they came."""
+        for start in range(0, block_count, self._scratch.block_count):
+            end = min(block_count, start + self._scratch.block_count)
+            with self._prepare(request, row, keys, end, start) as piece:
+                await piece.ready()
+                if piece.result is not LookupResult.HIT or piece.token_count != end * self._block_tokens:
+                    return False  # a reset came between
+                blocks = await self._scratch.take(max(piece.group_sizes))
+                sizes, firsts = piece.group_sizes, piece.block_indices
+                try:
+                    handle = piece.start([block for size in sizes for block in blocks[:size]])
+                except BaseException:
+                    self._scratch.give_back(blocks)
+                    raise
+            try:
+                if not (await handle).success:
+                    return False
+                padding = batch.padding(row)
+                await self._compute.run(self._copy, tensors, row, blocks, sizes, firsts, padding, column_count)
+            except BlocksInFlightError as exc:
+                _logger.warning("a prefix is computed again: %s", exc)
+                return False
+            finally:
+                handle.cancel()
+                handle.on_idle(partial(self._give_back, blocks))
+        return True
+
+    def _give_back(self, blocks: Sequence[int], handle: TransferHandle) -> None:
+        self._scratch.give_back(blocks)
+
+    def _prepare(
+        self, request: Request, row: int, keys: list[list[OffloadKey]], end: int, start: int = 0
+    ) -> LoadTicket:
+        return self._offloader.prepare_load(
+            [key for group in keys for key in group[:end]],
+            request.contexts[row],
+            resident_tokens=start * self._block_tokens,
+        )
+
+    def _most_blocks(self, row: Sequence[int]) -> int:
+        """Return how many blocks of a row may be restored: at least one token is left to be computed."""
+        count = (len(row) - 1) // self._block_tokens
+        return count if self._limit_blocks is None else min(count, self._limit_blocks)
+
+    def _tokens_in_memory(self, keys: Sequence[OffloadKey]) -> int:
+        results = self._offloader.manager.lookup_nowait(keys)
+        count = next((place for place, result in enumerate(results) if result is not LookupResult.HIT), len(keys))
+        return count * self._block_tokens
+
+    def _new_tensors(self, row_count: int, column_count: int) -> Tensors:
+        """Return keys and values of each layer, `(rows, heads, columns, elements)`, padding as zeros."""
+        device = self._layout.device
+        tensors = {}
+        for layer in self._layout.layers:
+            kept = column_count - layer.first_column(column_count)
+            shapes = ((heads, kept, elements) for heads, elements in (layer.key_shape, layer.value_shape))
+            keys, values = (torch.zeros(row_count, *shape, dtype=layer.dtype, device=device) for shape in shapes)
+            tensors[layer.index] = keys, values
+        return tensors
+
+    def _copy(
+        self,
+        tensors: Tensors,
+        row: int,
+        blocks: Sequence[int],
+        sizes: Sequence[int],
+        firsts: Sequence[int],
+        padding: int,
+        column_count: int,
+    ) -> None:
+        """Copy what was loaded into the columns of a row that the layers keep."""
+        for group, size, first in zip(self._layout.groups, sizes, firsts, strict=True):
+            kept_from = group[0].first_column(column_count)
+            loaded = range(padding + first * self._block_tokens, padding + (first + size) * self._block_tokens)
+            columns = range(max(loaded.start, kept_from), min(loaded.stop, column_count))
+            source = range(columns.start - loaded.start, columns.stop - loaded.start)
+            for layer in group if columns else ():
+                keys, values = (tensor[row] for tensor in tensors[layer.index])
+                self._scratch.empty(layer, blocks[:size], keys, values, source, columns.start - kept_from)
+
+    def _install(self, cache: Any, tensors: Tensors, column_count: int) -> None:
+        """Make tensors those of a cache's layers, as if the model had filled them."""
+        for index, (keys, values) in tensors.items():
+            layer = cache.layers[index]
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys, values
+            if layer.is_sliding:
+                layer.cumulative_length = column_count
+
+
+Tensors = dict[int, tuple[torch.Tensor, torch.Tensor]]

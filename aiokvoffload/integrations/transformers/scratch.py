@@ -1,0 +1,118 @@
+"""Blocks on the model's device, between its cache and the offloader.
+
+A cache of Transformers is one growing tensor a layer, so its tokens are copied into blocks to be stored, and out of
+blocks that were loaded. There are a few such blocks, which requests take in turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+import torch
+
+from aiokvoffload.integrations.transformers.layout import CacheLayout, CutLayer
+from aiokvoffload.kv_caches import CanonicalKVCaches
+
+
+class ScratchBlocks:
+    """Blocks that are lent to whoever asked first; block `b` of one KV group and of another are different memory.
+
+    Args:
+        layout: What a block holds.
+        block_tokens: Tokens of a block.
+        block_count: How many there are.
+    """
+
+    def __init__(self, layout: CacheLayout, block_tokens: int, block_count: int) -> None:
+        self.block_tokens = block_tokens
+        self.block_count = block_count
+        self._layout = layout
+        self._keys = self._tensors(block_count, {layer.index: layer.key_shape for layer in layout.layers})
+        self._values = self._tensors(block_count, {layer.index: layer.value_shape for layer in layout.layers})
+        self._free = list(range(block_count))
+        self._line = anyio.Lock()
+        self._change = anyio.Event()
+
+    def kv_caches(self) -> CanonicalKVCaches:
+        """Return the blocks as an offloader takes them."""
+        layers = [layer for group in self._layout.groups for layer in group]
+        tensors = [tensors[layer.index] for layer in layers for tensors in (self._keys, self._values)]
+        return CanonicalKVCaches.from_layers(tensors, groups=self._layout.kv_groups(self.block_tokens))
+
+    @property
+    def free_count(self) -> int:
+        """Blocks that nobody has."""
+        return len(self._free)
+
+    async def take(self, count: int) -> list[int]:
+        """Wait until so many blocks are free, and this caller's turn has come; cancelled, it takes none."""
+        async with self._line:
+            while len(self._free) < count:
+                self._change = anyio.Event()
+                await self._change.wait()
+            taken, self._free = self._free[:count], self._free[count:]
+            return taken
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Return blocks that no copy touches any more."""
+        self._free += blocks
+        self._change.set()
+
+    def fill(self, group: int, blocks: Sequence[int], cache: Any, row: int, first_column: int) -> None:
+        """Copy the tokens of a row, from a column of the batch on, out of a cache into blocks.
+
+        Args:
+            group: The KV group.
+            blocks: As many as are to be filled.
+            cache: A cache whose layers keep all these tokens.
+            row: Row of the batch.
+            first_column: Where the first block begins.
+        """
+        into = torch.tensor(blocks, device=self._layout.device)
+        for layer in self._layout.groups[group]:
+            kept = cache.layers[layer.index]
+            start = first_column - first_kept_column(kept)
+            for blocks_of, tensor in ((self._keys, kept.keys), (self._values, kept.values)):
+                tokens = tensor[row, :, start : start + len(blocks) * self.block_tokens]
+                blocks_of[layer.index][into] = tokens.unflatten(1, (len(blocks), self.block_tokens)).movedim(1, 0)
+
+    def empty(
+        self,
+        layer: CutLayer,
+        blocks: Sequence[int],
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        source: range,
+        first_column: int,
+    ) -> None:
+        """Copy tokens of blocks into the keys and values of one row.
+
+        Args:
+            layer: Whose.
+            blocks: In token order.
+            keys: `(heads, columns, elements)`.
+            values: The same.
+            source: Which tokens, counted from the first block's start.
+            first_column: Where the first of them goes.
+        """
+        chosen = torch.tensor(blocks, device=self._layout.device)
+        for blocks_of, row in ((self._keys, keys), (self._values, values)):
+            tokens = blocks_of[layer.index][chosen].movedim(0, 1).flatten(1, 2)
+            row[:, first_column : first_column + len(source)] = tokens[:, source.start : source.stop]
+
+    def _tensors(self, block_count: int, shapes: dict[int, tuple[int, int]]) -> dict[int, torch.Tensor]:
+        dtypes = {layer.index: layer.dtype for layer in self._layout.layers}
+        return {
+            index: torch.zeros(
+                block_count, heads, self.block_tokens, elements, dtype=dtypes[index], device=self._layout.device
+            )
+            for index, (heads, elements) in shapes.items()
+        }
+
+
+def first_kept_column(layer: Any) -> int:
+    """Return the first column of the batch that a layer of a cache still keeps."""
+    kept: int = layer.keys.shape[-2]
+    return int(layer.get_seq_length()) - kept
