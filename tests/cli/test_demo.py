@@ -160,7 +160,7 @@ def test_a_template_that_words_the_past_anew_is_read_again(model: Path) -> None:
         (["--new-tokens", "0"], "new_tokens is 0"),
         (["--picture", "demo.png"], "name it demo.svg"),
         (["--cpu-bytes", "much"], "'much' is no size"),
-        (["--model", "/no/such/model.gguf"], "cannot load the model /no/such"),
+        (["--model", "/no/such/model"], "cannot load the model /no/such"),
         (["--colour"], "unrecognized arguments"),
     ],
 )
