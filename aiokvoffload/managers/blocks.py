@@ -95,6 +95,11 @@ class BlockTable:
         state = self._state
         return [_MISS if slot is None else _RESULT_OF_STATE[state[slot]] for slot in found]
 
+    def result_of(self, key: OffloadKey) -> LookupResult:
+        """Return MISS, HIT or PENDING for one block."""
+        slot = self._index.get(key)
+        return _MISS if slot is None else _RESULT_OF_STATE[self._state[slot]]
+
     def is_known(self, key: OffloadKey) -> bool:
         """Return whether a block is stored or being written."""
         return self._index.get(key) is not None

@@ -163,6 +163,10 @@ class CPUOffloadingManager(OffloadingManager):
             return [LookupResult.MISS] * len(keys)
         return self._blocks.results(self._blocks.find(keys))
 
+    def lookup_one_nowait(self, key: OffloadKey) -> LookupResult:
+        """Return MISS, HIT or PENDING for one block, for engines that ask block by block, and know the epoch."""
+        return self._blocks.result_of(key)
+
     def lookup_prefix_nowait(
         self,
         keys: Keys,

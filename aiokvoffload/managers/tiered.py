@@ -185,6 +185,24 @@ class TieredOffloadingManager(OffloadingManager):
             resident_tokens,
         )
 
+    def search_nowait(
+        self, keys: Keys, ctx: ReqContext | None, on_over: Callable[[TierSearch], None]
+    ) -> TierSearch:
+        """Ask the tiers which of some blocks they have, and read none; `poll_nowait` goes on with it.
+
+        Blocks that CPU memory has, and those that could not be read lately, are not asked for, so they are not found.
+
+        Args:
+            keys: The blocks.
+            ctx: The request.
+            on_over: Called with the search once all is answered, or overdue; before this returns, if nobody is asked.
+        """
+        search = TierSearch(
+            self._lookups, self._askable(keys), self._tiers_for(ctx), on_found=lambda: on_over(search)
+        )
+        search.advance()
+        return search
+
     def touch(self, keys: Keys, ctx: ReqContext | None = None, *, depths: Sequence[int] | None = None) -> None:
         """Count the request's access in CPU memory and in the tiers."""
         self._backing.touch(keys, ctx, depths=depths)
