@@ -7,7 +7,7 @@ writes it for them; then each worker waits in a thread for the scheduler, which 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ from aiokvoffload.memory.base import HostMemory
 from aiokvoffload.memory.pinned import PinnedMemory
 from aiokvoffload.memory.region_shape import RegionShape
 from aiokvoffload.memory.shared import SharedOffloadRegion
-from aiokvoffload.offloader.parts import SlotViews, with_tiers
+from aiokvoffload.offloader.parts import SlotViews, TierChoice, with_tiers
 from aiokvoffload.transfers.assembly import build_worker, open_device
 from aiokvoffload.transfers.pointers import SlotLayout
 
@@ -100,9 +100,21 @@ class SchedulerEnd:
 
 
 def build_scheduler_end(
-    settings: StepSettings, engine: StepEngine, *, event_sink: EventSink | None = None, clock: Clock | None = None
+    settings: StepSettings,
+    engine: StepEngine,
+    *,
+    tiers: Sequence[TierChoice] | None = None,
+    event_sink: EventSink | None = None,
+    clock: Clock | None = None,
 ) -> SchedulerEnd:
     """Build what decides; with tiers, blocks until all workers share the memory.
+
+    Args:
+        settings: The engine's.
+        engine: What the workers know too.
+        tiers: Instead of those of the settings, which must name some even so, for the workers go by them.
+        event_sink: Takes the manager's events.
+        clock: Where deadlines are read.
 
     Raises:
         ConfigurationError: The settings cannot work, or a tier cannot be opened.
@@ -119,15 +131,15 @@ def build_scheduler_end(
             memory = engine.open_region(settings, None, None)
             stack.callback(memory.close)
             memory.prepare()
-            below, tiers = with_tiers(
+            below, own_tiers = with_tiers(
                 cpu,
-                settings.tiers,
+                settings.tiers if tiers is None else tiers,
                 SlotViews(memory, (memory.slot_bytes,) * engine.group_count),
                 identity=engine.identity,
                 recompute_tokens_per_second=settings.recompute_tokens_per_second,
                 clock=clock,
             )
-            for tier in tiers:
+            for tier in own_tiers:
                 stack.callback(tier.close, drain_seconds=settings.drain_seconds)
             tiered = below if isinstance(below, TieredOffloadingManager) else None
             top = below

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, OffloadingWorker
 from vllm.v1.kv_offload.config import OffloadingConfig
 
+from aiokvoffload.devices.base import Device
 from aiokvoffload.errors import ConfigurationError
 from aiokvoffload.integrations.stepping.building import StepEngine, WorkerEnd, build_scheduler_end
 from aiokvoffload.integrations.stepping.settings import StepSettings
 from aiokvoffload.integrations.vllm.manager import AioKVOffloadManager, StepEvents
 from aiokvoffload.integrations.vllm.worker import AioKVOffloadWorker, ComputeStream, translate_caches
 from aiokvoffload.keys import CacheIdentity
+from aiokvoffload.offloader.parts import TierChoice
 
 _logger = logging.getLogger(__name__)
 
@@ -59,7 +62,10 @@ class AioKVOffloadSpec(OffloadingSpec):
                 )
             step_events = StepEvents() if self.kv_events_config.enable_kv_cache_events else None
             end = build_scheduler_end(
-                self._settings, self._engine, event_sink=None if step_events is None else step_events.note
+                self._settings,
+                self._engine,
+                tiers=self.build_tiers(),
+                event_sink=None if step_events is None else step_events.note,
             )
             self._manager = AioKVOffloadManager(
                 end.manager,
@@ -81,9 +87,18 @@ class AioKVOffloadSpec(OffloadingSpec):
                 caches,
                 self.blocks_per_chunk,
                 current_stream=ComputeStream(caches.device),
+                device=self.build_device(),
             )
             self._worker = AioKVOffloadWorker(end)
         return self._worker
+
+    def build_tiers(self) -> Sequence[TierChoice]:
+        """Return the tiers below CPU memory, for a subclass with tiers of its own; some, if the settings name some."""
+        return self._settings.tiers
+
+    def build_device(self) -> Device | None:
+        """Return what copies in a worker, for a subclass with a device of its own; None for that of the KV caches."""
+        return None
 
 
 def _engine_of(config: OffloadingConfig, settings: StepSettings) -> StepEngine:
