@@ -1,7 +1,7 @@
 """Builds both ends of an engine: what decides, in the scheduler's process, and what moves, in each worker's.
 
-They agree on slots by numbers that both know. Only with tiers do they share memory, as the scheduler's process reads and
-writes it for them; then each worker waits in a thread for the scheduler, which engines make after the workers.
+They agree on slots by numbers that both know. Only with tiers do they share memory, as the scheduler's process reads
+and writes it for them; then each worker waits in a thread for the scheduler, which engines make after the workers.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ def build_scheduler_end(
             tiered = below if isinstance(below, TieredOffloadingManager) else None
             top = below
         top = with_reuse_filter(top, settings.store_threshold, settings.max_tracker_size)
-        stack.callback(top.close_nowait)
         manager = StepManager(cpu, top, tiered, hold_seconds=settings.hold_seconds)
+        stack.callback(manager.close)
         stack.callback(manager.drain, settings.drain_seconds)
         return SchedulerEnd(manager, stack.pop_all().close)
 
@@ -233,4 +233,3 @@ class WorkerEnd:
             self.memory.prepare()
         except BaseException as exc:  # noqa: BLE001  raised by whoever needs the memory
             self._error = exc
-

@@ -15,6 +15,7 @@ from aiokvoffload.specs import LookupResult, PrepareLoadOutput, PrepareStoreOutp
 HOLD_SECONDS = 30.0
 _PAUSE_SECONDS = 0.002
 _NOTHING = StoreDecision()
+_MISS, _HIT = LookupResult.MISS, LookupResult.HIT
 
 
 class StepManager:
@@ -76,9 +77,9 @@ class StepManager:
         result = self._lookup(key)
         if self._reader is not None:
             return self._reader.answer(request, key, result)
-        if result is LookupResult.HIT:
-            return Answer.HIT
-        return Answer.PENDING if result is LookupResult.PENDING else Answer.MISS
+        if result is _MISS:
+            return Answer.MISS
+        return Answer.HIT if result is _HIT else Answer.PENDING
 
     def prepare_load(
         self, request: EngineRequest, keys: Sequence[OffloadKey], depths: Sequence[int] | None = None
@@ -88,6 +89,7 @@ class StepManager:
         If one of them has gone even so, nothing is pinned, and the request loads no more.
         """
         self._manager.touch(keys, request.ctx, depths=depths)
+        request.has_access = True
         ticket = self._manager.prepare_load_nowait(keys, request.ctx, take="all")
         self._let_go(request)
         self._last_number += 1
@@ -116,7 +118,9 @@ class StepManager:
         """
         if not request.may_store:
             return _NOTHING
-        self._manager.touch(keys, request.ctx, depths=depths)
+        if request.has_access or self._reader is not None:
+            self._manager.touch(keys, request.ctx, depths=depths)
+        request.has_access = True  # the first offer counts it by itself, but only in CPU memory
         ticket = self._manager.prepare_store_nowait(
             keys,
             request.ctx,
@@ -209,6 +213,10 @@ class StepManager:
         while self.has_work_below and clock.now() < deadline:
             clock.pause(_PAUSE_SECONDS)
             self._manager.poll_nowait()
+
+    def close(self) -> None:
+        """Answer no more; completions still count."""
+        self._manager.close_nowait()
 
     # Inside
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from aiokvoffload.keys import OffloadKey
+from aiokvoffload.managers.tier_plan import PlannedTier
 from aiokvoffload.specs import PrepareLoadOutput, PrepareStoreOutput, ReqContext
 
 
@@ -53,8 +54,10 @@ class EngineRequest:
         ctx: What the manager knows it by; of no other request, whatever the engine calls it.
         may_load: False once a load of it has failed, or the weights have changed: then all is a miss.
         may_store: False once the weights have changed, for its blocks may be older than that.
+        has_access: Its access has been counted.
         load: The load under way.
         below: What it knows of the tiers.
+        found: Which tier has which block.
         to_ask: Blocks that tiers are asked for at the end of this step.
         wanted: Blocks that it has found in this step, in the order of the lookups.
         has_to_read: Some of them are in tiers only.
@@ -65,8 +68,10 @@ class EngineRequest:
     ctx: ReqContext
     may_load: bool = True
     may_store: bool = True
+    has_access: bool = False
     load: OpenTicket | None = None
     below: dict[OffloadKey, Below] = field(default_factory=dict)
+    found: dict[OffloadKey, PlannedTier] = field(default_factory=dict)
     to_ask: list[OffloadKey] = field(default_factory=list)
     wanted: dict[OffloadKey, None] = field(default_factory=dict)
     has_to_read: bool = False

@@ -16,8 +16,6 @@ from aiokvoffload.managers.tier_lookups import TierSearch
 from aiokvoffload.managers.tiered import TieredOffloadingManager
 from aiokvoffload.specs import LookupResult, PrepareLoadOutput
 
-_ANSWERS = {LookupResult.HIT: Answer.HIT, LookupResult.PENDING: Answer.PENDING}
-
 
 class StepReader:
     """Asks tiers and reads from them for the requests of an engine.
@@ -47,23 +45,19 @@ class StepReader:
             self._looking.append(request)
         if result is not LookupResult.MISS:
             request.wanted[key] = None
-            return _ANSWERS[result]
-        match request.below.get(key):
-            case None:
-                request.below[key] = Below.ASKED
-                request.to_ask.append(key)
-                return Answer.UNKNOWN
-            case Below.ASKED:
-                return Answer.UNKNOWN
-            case Below.PRESENT:
-                request.wanted[key] = None
-                request.has_to_read = True
-                return Answer.PENDING
-            case Below.READING:
-                request.wanted[key] = None
-                return Answer.PENDING
-            case _:
-                return Answer.MISS
+            return Answer.HIT if result is LookupResult.HIT else Answer.PENDING
+        below = request.below.get(key)
+        if below is None:
+            request.below[key] = Below.ASKED
+            request.to_ask.append(key)
+            return Answer.UNKNOWN
+        if below is Below.ASKED:
+            return Answer.UNKNOWN
+        if below is Below.PRESENT or below is Below.READING:
+            request.wanted[key] = None
+            request.has_to_read |= below is Below.PRESENT
+            return Answer.PENDING
+        return Answer.MISS
 
     def end_step(self) -> None:
         """Collect what tiers have answered, then ask and read for this step."""
@@ -98,7 +92,7 @@ class StepReader:
             for key in keys:
                 if request.below.get(key) is Below.PRESENT:
                     request.below[key] = Below.READING
-            ticket = self._manager.prepare_load_nowait(keys, request.ctx, take="leading")
+            ticket = self._manager.prepare_found_load_nowait(keys, request.ctx, request.found)
             request.holds.append(Hold(ticket, deadline))
             ticket.on_settled(partial(_note_read, request, keys, ticket))
 
@@ -110,6 +104,7 @@ class StepReader:
 
 
 def _note_found(request: EngineRequest, keys: Sequence[OffloadKey], search: TierSearch) -> None:
+    request.found.update(search.sources)
     for key in keys:
         request.below[key] = Below.PRESENT if key in search.sources else Below.ABSENT
 

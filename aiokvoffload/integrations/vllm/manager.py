@@ -26,12 +26,9 @@ from aiokvoffload.integrations.vllm.slots import SlotSpec
 from aiokvoffload.keys import OffloadKey
 
 _logger = logging.getLogger(__name__)
-_ANSWERS = {
-    Answer.MISS: LookupResult.MISS,
-    Answer.HIT: LookupResult.HIT,
-    Answer.PENDING: LookupResult.HIT_PENDING,
-    Answer.UNKNOWN: LookupResult.RETRY,
-}
+# An enum's member is slow to hash, and this is asked for every block of every waiting request in every step.
+_MISS, _HIT, _PENDING = Answer.MISS, Answer.HIT, Answer.PENDING
+_THEIR_MISS, _THEIR_HIT, _THEIR_PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
 _TELLS_OF_FLUSHES = hasattr(OffloadingManager, "on_reset_flushed")
 
 
@@ -86,7 +83,9 @@ class AioKVOffloadManager(OffloadingManager):
         self._starts_epoch = starts_epoch
         self._steps_under_way = steps_under_way
         self._steps_to_flush = 0
-        self._last: tuple[ReqContext | None, EngineRequest | None] = (None, None)
+        self._lookup = manager.lookup
+        self._last_context: ReqContext | None = None
+        self._last_request: EngineRequest | None = None
 
     # Requests
 
@@ -103,11 +102,15 @@ class AioKVOffloadManager(OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Say whether a block can be loaded."""
-        last_context, request = self._last
-        if last_context is not req_context or request is None:
-            request = self._request(req_context)
-            self._last = (req_context, request)
-        return _ANSWERS[self.steps.lookup(request, key)]
+        if self._last_context is not req_context:
+            self._last_request = self._request(req_context)
+            self._last_context = req_context
+        answer = self._lookup(self._last_request, key)
+        if answer is _HIT:
+            return _THEIR_HIT
+        if answer is _MISS:
+            return _THEIR_MISS
+        return _THEIR_PENDING if answer is _PENDING else LookupResult.RETRY
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """Say where a block came from: what a tier had has been read into CPU memory before."""

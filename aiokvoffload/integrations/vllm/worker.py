@@ -75,7 +75,12 @@ class AioKVOffloadWorker(OffloadingWorker):
         self._end.close()
 
     def _start(
-        self, job_id: int, direction: Direction, gpu_spec: GPULoadStoreSpec, slots: LoadStoreSpec, *,
+        self,
+        job_id: int,
+        direction: Direction,
+        gpu_spec: GPULoadStoreSpec,
+        slots: LoadStoreSpec,
+        *,
         is_urgent: bool = False,
     ) -> None:
         if not isinstance(slots, SlotSpec):

@@ -131,6 +131,7 @@ def engine(
     connector: str = "AioKVOffloadConnector",
     spec: str = "FaultySpec",
     spec_module: str = "faulty_spec",
+    max_model_len: int = 512,
     **options: Any,
 ) -> Iterator[Engine]:
     """Run an engine.
@@ -142,6 +143,7 @@ def engine(
         connector: Ours, or vLLM's `OffloadingConnector`.
         spec: Name of the spec.
         spec_module: Where it is.
+        max_model_len: Longest request.
         options: Further ones of vLLM's.
     """
     transfer = None
@@ -165,7 +167,7 @@ def engine(
         enforce_eager=True,
         block_size=BLOCK_TOKENS,
         num_gpu_blocks_override=blocks,
-        max_model_len=512,
+        max_model_len=max_model_len,
         dtype="float32",
         kv_transfer_config=transfer,
         disable_log_stats=False,

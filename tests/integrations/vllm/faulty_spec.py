@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from aiokvoffload.devices.base import CopyPlan, Direction, Event, Stream
+from aiokvoffload.devices.base import CopyPlan, Event, Stream
 from aiokvoffload.devices.host import HostDevice
 from aiokvoffload.errors import DeviceError
 from aiokvoffload.integrations.vllm import AioKVOffloadSpec
@@ -44,10 +44,13 @@ class FaultyDevice(HostDevice):
             raise DeviceError("injected")
         if self.fault == f"hold-{name}" and not self.gate.is_set():
             self.held_count += 1
-            self.launch(stream, lambda: self.gate.wait() and None)
+            self.launch(stream, self._wait_for_gate)
         super().copy_batch(plan, stream)
         if self.fault == f"zero-{name}":
             self.launch(stream, lambda: zero(plan))
+
+    def _wait_for_gate(self) -> None:
+        self.gate.wait()
 
     def synchronize(self, event: Event, timeout_seconds: float) -> bool:
         self.gate.set()

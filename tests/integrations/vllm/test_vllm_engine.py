@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from engines import Generated
+
+pytest_plugins = ["vllm_models"]
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
 OVERRUN = [0, 1, 2, 3, 4, 0, 1]
@@ -14,16 +19,16 @@ CACHED_TOKENS = 192
 
 
 @pytest.fixture(scope="module")
-def expected(full_model: Path) -> list[object]:
+def expected(full_model: Path) -> list[Generated]:
     """What an engine generates that offloads nothing."""
     from engines import engine
 
     with engine(full_model) as plain:
-        return list(plain.one_by_one(OVERRUN))
+        return plain.one_by_one(OVERRUN)
 
 
 @pytest.mark.parametrize("connector", ["AioKVOffloadConnector", "OffloadingConnector"])
-def test_first_prompts_come_back_after_an_overrun(full_model: Path, expected: list[object], connector: str) -> None:
+def test_first_prompts_come_back_after_an_overrun(full_model: Path, expected: list[Generated], connector: str) -> None:
     from engines import engine
 
     with engine(full_model, {}, connector=connector) as tested:
@@ -36,7 +41,7 @@ def test_first_prompts_come_back_after_an_overrun(full_model: Path, expected: li
     assert (statistics.writing, statistics.pinned, statistics.leased_without_key) == (0, 0, 0)
 
 
-def test_loads_that_write_zeros_change_the_tokens(full_model: Path, expected: list[object]) -> None:
+def test_loads_that_write_zeros_change_the_tokens(full_model: Path, expected: list[Generated]) -> None:
     """Otherwise none of the tests here would show that a load brings the right bytes."""
     from engines import engine
 
@@ -47,7 +52,7 @@ def test_loads_that_write_zeros_change_the_tokens(full_model: Path, expected: li
 
 
 @pytest.mark.parametrize("blocks_per_chunk", [2, 3])
-def test_several_blocks_per_chunk(full_model: Path, expected: list[object], blocks_per_chunk: int) -> None:
+def test_several_blocks_per_chunk(full_model: Path, expected: list[Generated], blocks_per_chunk: int) -> None:
     from engines import engine
 
     with engine(full_model, {"blocks_per_chunk": blocks_per_chunk}) as tested:
@@ -101,7 +106,7 @@ def test_concurrent_requests_with_preemptions(full_model: Path) -> None:
     assert (statistics.writing, statistics.pinned, statistics.leased_without_key) == (0, 0, 0)
 
 
-def test_cpu_memory_smaller_than_a_prompt(full_model: Path, expected: list[object]) -> None:
+def test_cpu_memory_smaller_than_a_prompt(full_model: Path, expected: list[Generated]) -> None:
     from engines import engine
 
     with engine(full_model, {"cpu_bytes_to_use": 4 * 32768}) as tested:

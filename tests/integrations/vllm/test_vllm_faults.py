@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from engines import Engine, Generated
     from faulty_spec import FaultyDevice
 
+pytest_plugins = ["vllm_models"]
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
 OVERRUN = [0, 1, 2, 3, 4, 0, 1]

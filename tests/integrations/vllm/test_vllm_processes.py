@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+pytest_plugins = ["vllm_models"]
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default"), pytest.mark.timeout(400)]
 
 OVERRUN = [0, 1, 2, 3, 4, 0, 1]

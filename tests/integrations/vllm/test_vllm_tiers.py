@@ -11,6 +11,7 @@ import pytest
 if TYPE_CHECKING:
     from engines import Generated
 
+pytest_plugins = ["vllm_models"]
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
 OVERRUN = [0, 1, 2, 3, 4, 0, 1]
@@ -48,9 +49,7 @@ def test_blocks_come_back_from_disk(full_model: Path, expected: list[Generated],
 
 
 @pytest.mark.parametrize("chunk", [1, 2])
-def test_blocks_survive_the_engine(
-    full_model: Path, expected: list[Generated], tmp_path: Path, chunk: int
-) -> None:
+def test_blocks_survive_the_engine(full_model: Path, expected: list[Generated], tmp_path: Path, chunk: int) -> None:
     from engines import engine
 
     settings = {"tiers": [f"file://{tmp_path}?capacity=64MiB"], "blocks_per_chunk": chunk}
@@ -105,9 +104,7 @@ def test_weight_update_reaches_what_is_in_tiers(
 
 
 @pytest.mark.parametrize("damage", ["corrupted", "removed"])
-def test_damaged_files_are_recomputed(
-    full_model: Path, expected: list[Generated], tmp_path: Path, damage: str
-) -> None:
+def test_damaged_files_are_recomputed(full_model: Path, expected: list[Generated], tmp_path: Path, damage: str) -> None:
     from engines import engine
 
     settings = {"tiers": [f"file://{tmp_path}?capacity=64MiB"], "drain_seconds": 1.0}

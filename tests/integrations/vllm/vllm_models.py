@@ -1,4 +1,4 @@
-"""These tests run vLLM; `nox -s vllm` installs it. Everywhere else they are deselected, and vLLM is not imported."""
+"""What the tests with real engines share; `nox -s vllm` installs vLLM. Everywhere else they are deselected."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 
 import pytest
-
-pytest.register_assert_rewrite("engines")
 
 ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
@@ -18,7 +16,7 @@ ENVIRONMENT = {
 }
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def environment() -> None:
     """Whatever vLLM looks at when it is imported; several engines in a row share it."""
     for name, value in ENVIRONMENT.items():
