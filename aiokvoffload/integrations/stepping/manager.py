@@ -11,6 +11,7 @@ from aiokvoffload.managers.base import ManagerStatistics, OffloadingManager
 from aiokvoffload.managers.cpu import CPUOffloadingManager
 from aiokvoffload.managers.tiered import TieredOffloadingManager
 from aiokvoffload.specs import LookupResult, PrepareLoadOutput, PrepareStoreOutput, ReqContext, TierFilter
+from aiokvoffload.tiers.base import Tier
 
 HOLD_SECONDS = 30.0
 _PAUSE_SECONDS = 0.002
@@ -147,6 +148,11 @@ class StepManager:
             opened.has_failed = True
             if isinstance(opened.ticket, PrepareLoadOutput):
                 opened.request.may_load = False
+
+    def source_of(self, request: EngineRequest, key: OffloadKey) -> Tier | None:
+        """Return the tier that a request has had a block read from; None for what CPU memory had."""
+        planned = request.found.get(key)
+        return None if planned is None else planned.tier
 
     # Steps
 

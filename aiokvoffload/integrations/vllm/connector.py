@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
 
+_SYNC_BUDGET = "sync_load_budget_bytes"
+
 
 @dataclass
 class StepMetadata(OffloadingConnectorMetadata):
@@ -70,6 +72,12 @@ class AioKVOffloadConnector(OffloadingConnector):
             raise ConfigurationError(
                 'AioKVOffloadConnector needs kv_load_failure_policy="recompute": a block that cannot be loaded is no '
                 "reason to fail a request"
+            )
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        if int(extra.get(_SYNC_BUDGET, 0)) and len(kv_cache_config.kv_cache_groups) > 1:
+            raise ConfigurationError(
+                f"{_SYNC_BUDGET} loads within a step, and for a model with several KV groups vLLM cannot recompute "
+                "such a load; leave it out"
             )
         super().__init__(vllm_config, role, kv_cache_config)
         self._request_of: dict[int, str] = {}

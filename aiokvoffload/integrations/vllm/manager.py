@@ -113,8 +113,11 @@ class AioKVOffloadManager(OffloadingManager):
         return _THEIR_PENDING if answer is _PENDING else LookupResult.RETRY
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        """Say where a block came from: what a tier had has been read into CPU memory before."""
-        return CacheHitSource.HOST
+        """Say where a block came from: CPU memory, or the tier that it was read from for this request."""
+        tier = self.steps.source_of(self._request(req_context), key)
+        if tier is None:
+            return CacheHitSource.HOST
+        return CacheHitSource.DISK if tier.url.startswith("file:") else CacheHitSource.EXTERNAL_UNSPECIFIED
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> SlotSpec:
         """Pin blocks.

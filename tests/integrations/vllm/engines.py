@@ -95,9 +95,15 @@ class Engine:
         """Generate for one prompt after the other."""
         return [self.generate([number], max_tokens=max_tokens)[0] for number in numbers]
 
-    def metric(self, name: str) -> float:
+    def metric(self, name: str, **labels: str) -> float:
         """Return the value of one of vLLM's counters."""
-        return float(sum(getattr(one, "value", 0) for one in self.llm.get_metrics() if one.name == name))
+        return float(
+            sum(
+                getattr(one, "value", 0)
+                for one in self.llm.get_metrics()
+                if one.name == name and labels.items() <= one.labels.items()
+            )
+        )
 
     @property
     def core(self) -> Any:

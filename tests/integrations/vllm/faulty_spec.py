@@ -64,13 +64,15 @@ def zero(plan: CopyPlan) -> None:
 
 
 class FaultySpec(AioKVOffloadSpec):
-    """Takes `fault` from the settings: `fail-load`, `fail-load-once`, `hold-store`, `zero-load`, ..., `dead-tier`."""
+    """Takes `fault` from the settings, such as `fail-load` or `hold-store`, and `fault_ranks`, by default all."""
 
     made: ClassVar[list[FaultySpec]] = []
 
     def __init__(self, config: OffloadingConfig) -> None:
         extra: dict[str, Any] = dict(config.extra_config)
         self.fault: str = extra.pop("fault", "")
+        if config.parallel.rank not in extra.pop("fault_ranks", [config.parallel.rank]):
+            self.fault = ""
         super().__init__(dataclasses.replace(config, extra_config=extra))
         self.made.append(self)
 

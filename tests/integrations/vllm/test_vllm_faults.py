@@ -166,3 +166,28 @@ def test_reset_while_loading_recomputes(full_model: Path, expected: list[Generat
     assert generated(outputs[0]) == expected[0]
     assert outputs[0].num_cached_tokens == 0
     assert found == expected
+
+
+@pytest.mark.parametrize("fault", ["", "fail-load"])
+def test_loads_within_a_step(full_model: Path, expected: list[Generated], fault: str) -> None:
+    """The step that asks for them waits for them; vLLM 0.33 and later."""
+    from engines import engine
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
+
+    if not hasattr(TransferJob, "sync"):
+        pytest.skip("this vLLM loads between steps only")
+    with engine(full_model, {"fault": fault, "sync_load_budget_bytes": 1 << 30}) as tested:
+        found = tested.one_by_one(OVERRUN)
+        assert_at_rest(tested)
+    assert found == expected
+    assert latest_device().failed_count == (4 if fault else 0)
+
+
+def test_loads_within_a_step_are_refused_for_several_groups(mixed_model: Path) -> None:
+    from engines import engine
+
+    with (
+        pytest.raises(Exception, match="sync_load_budget_bytes loads within a step"),
+        engine(mixed_model, {"sync_load_budget_bytes": 1 << 20}, blocks=40),
+    ):
+        pass

@@ -38,10 +38,10 @@ def test_blocks_come_back_and_survive_the_engine(full_model: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("fault", ["fail-load", "fail-store"])
-def test_failures_on_ranks(full_model: Path, fault: str) -> None:
+def test_failures_on_one_rank_are_failures_of_all(full_model: Path, fault: str) -> None:
     from engines import engine
 
-    with engine(full_model, {"fault": fault}, tensor_parallel_size=2) as tested:
+    with engine(full_model, {"fault": fault, "fault_ranks": [1]}, tensor_parallel_size=2) as tested:
         found = tested.one_by_one(OVERRUN)
     assert found[5:] == found[:2]
     assert [one.cached_tokens for one in found[5:]] == [0, 0]

@@ -42,8 +42,10 @@ def test_blocks_come_back_from_disk(full_model: Path, expected: list[Generated],
     with engine(full_model, settings) as tested:
         found = tested.one_by_one(OVERRUN)
         statistics = tested.manager.steps.statistics()
+        from_disk = tested.metric("vllm:prompt_tokens_cached_by_source", source="disk")
     assert found == expected
     assert [one.cached_tokens for one in found[5:]] == [CACHED_TOKENS] * 2
+    assert from_disk == 2 * CACHED_TOKENS
     assert statistics.evicted_blocks > 0
     assert (statistics.writing, statistics.promoting, statistics.leased_without_key) == (0, 0, 0)
 
