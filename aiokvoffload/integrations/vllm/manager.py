@@ -102,10 +102,11 @@ class AioKVOffloadManager(OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Say whether a block can be loaded."""
-        if self._last_context is not req_context:
-            self._last_request = self._request(req_context)
+        request = self._last_request
+        if request is None or self._last_context is not req_context:
+            request = self._last_request = self._request(req_context)
             self._last_context = req_context
-        answer = self._lookup(self._last_request, key)
+        answer = self._lookup(request, key)
         if answer is _HIT:
             return _THEIR_HIT
         if answer is _MISS:
