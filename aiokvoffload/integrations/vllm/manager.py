@@ -209,7 +209,7 @@ class AioKVOffloadManager(OffloadingManager):
 
 def _depths(keys: Collection[OffloadKey], req_context: ReqContext) -> list[int] | None:
     """Return the token position of each block's end, if vLLM knows it of all."""
-    depths = [req_context.get_offload_key_position(key) for key in keys]
+    depths = list(map(req_context.get_offload_key_position, keys))
     return None if None in depths else depths
 
 

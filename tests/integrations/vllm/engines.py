@@ -49,7 +49,7 @@ def save_models(folder: Path) -> tuple[Path, Path]:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
-        "max_position_embeddings": 2048,
+        "max_position_embeddings": 8192,
         "initializer_range": 0.2,
         "tie_word_embeddings": False,
     }

@@ -5,12 +5,13 @@ vLLM's own worker needs CUDA, so that only is replaced: the copies are the same 
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engines import Engine, engine, prompt, sampling
+from engines import BLOCK_TOKENS, Engine, engine, prompt, sampling
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
@@ -20,8 +21,8 @@ from aiokvoffload.integrations.vllm.slots import SlotSpec
 from aiokvoffload.integrations.vllm.worker import AioKVOffloadWorker, ComputeStream, translate_caches
 from aiokvoffload.keys import CacheIdentity
 
-PROMPT_TOKENS = 1500
-SHARED_TOKENS = 640
+ROUNDS = 4
+REQUEST_COUNT = 8
 CALLS = (
     "lookup",
     "prepare_load",
@@ -68,35 +69,42 @@ class ChunkWorker(AioKVOffloadWorker):
 
 
 class CallTimes:
-    """Counts the seconds of a manager's calls.
+    """Keeps how long a manager's calls took.
 
     Attributes:
-        seconds: By call, without what the counting takes.
-        counts: By call.
+        microseconds: Of each call, by name, without what the measuring takes.
     """
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(CALLS, 0.0)
-        self.counts = dict.fromkeys(CALLS, 0)
-        self._own_seconds = 0.0
+        self.microseconds: dict[str, list[float]] = {name: [] for name in CALLS}
+        self._own = 0.0
         nothing = self.timed("get_stats", lambda: None)
         for _ in range(10_000):
             nothing()
-        self._own_seconds = self.seconds["get_stats"] / 10_000
-        self.seconds["get_stats"] = self.counts["get_stats"] = 0
+        self._own = self.median("get_stats")
+        self.microseconds["get_stats"].clear()
 
     def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a call that is counted."""
+        """Return a call that is measured."""
+        kept = self.microseconds[name]
 
         def run(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             try:
                 return call(*args, **kwargs)
             finally:
-                self.seconds[name] += time.perf_counter() - start - self._own_seconds
-                self.counts[name] += 1
+                kept.append(1e6 * (time.perf_counter() - start) - self._own)
 
         return run
+
+    def median(self, name: str) -> float:
+        """Return the median of a call; single ones are disturbed by whatever else the machine does."""
+        kept = self.microseconds[name]
+        return statistics.median(kept) if kept else 0.0
+
+    def per_step(self, steps: int) -> float:
+        """Return the microseconds that all calls add to a step, each counted with its median."""
+        return sum(len(kept) * self.median(name) for name, kept in self.microseconds.items()) / steps
 
     def watch(self, manager: Any) -> None:
         """Count the calls of a manager from now on."""
@@ -104,14 +112,15 @@ class CallTimes:
             setattr(manager, name, self.timed(name, getattr(manager, name)))
 
 
-def serve(tested: Engine, request_count: int, rounds: int) -> tuple[float, int]:
-    """Serve requests that share their beginnings, several times over; return the seconds and the number of steps."""
+def serve(tested: Engine, prompt_tokens: int, request_count: int, rounds: int) -> tuple[float, int]:
+    """Serve requests that share most of their prompts, several times over; return the seconds and the steps."""
     front = tested.llm.llm_engine
+    shared_tokens = prompt_tokens * 3 // 4
     steps = 0
     start = time.perf_counter()
     for turn in range(rounds):
         for number in range(request_count):
-            tokens = prompt(number % 4, SHARED_TOKENS) + prompt(number + 10, PROMPT_TOKENS - SHARED_TOKENS)
+            tokens = prompt(number % 4, shared_tokens) + prompt(number + 10, prompt_tokens - shared_tokens)
             front.add_request(f"{turn}-{number}", {"prompt_token_ids": tokens}, sampling(8))
         while front.has_unfinished_requests():
             front.step()
@@ -119,39 +128,41 @@ def serve(tested: Engine, request_count: int, rounds: int) -> tuple[float, int]:
     return time.perf_counter() - start, steps
 
 
-def measure(model: Path, *, is_ours: bool, request_count: int = 16, rounds: int = 3) -> tuple[CallTimes, float, int]:
+def measure(model: Path, prompt_tokens: int, *, is_ours: bool) -> tuple[CallTimes, float, int]:
     """Return the times of one manager's calls, the seconds of the whole run, and its steps."""
     spec, module = ("AioKVOffloadSpec", "aiokvoffload.integrations.vllm") if is_ours else ("TheirManagerSpec", __name__)
     with engine(
         model,
-        {"cpu_bytes_to_use": 1 << 26},
-        blocks=200,
+        {"cpu_bytes_to_use": 1 << 28},
+        blocks=2 * prompt_tokens // BLOCK_TOKENS + 20,
         connector="OffloadingConnector",
         spec=spec,
         spec_module=module,
-        max_model_len=2048,
+        max_model_len=prompt_tokens + 32,
         max_num_batched_tokens=2048,
     ) as tested:
-        serve(tested, 4, 1)
+        serve(tested, prompt_tokens, 4, 1)
         times = CallTimes()
         times.watch(tested.manager)
-        seconds, steps = serve(tested, request_count, rounds)
+        seconds, steps = serve(tested, prompt_tokens, REQUEST_COUNT, ROUNDS)
     return times, seconds, steps
 
 
-def compare(model: Path) -> dict[str, float]:
+def compare(model: Path, prompt_tokens: int) -> dict[str, float]:
     """Print what both managers add to a step, and return the ratios, ours to theirs, by call and as a whole."""
-    ours, our_seconds, our_steps = measure(model, is_ours=True)
-    theirs, their_seconds, their_steps = measure(model, is_ours=False)
+    ours, our_seconds, our_steps = measure(model, prompt_tokens, is_ours=True)
+    theirs, their_seconds, their_steps = measure(model, prompt_tokens, is_ours=False)
     ratios = {}
-    print(f"{'call':22}{'count':>8}{'ours us/call':>14}{'count':>8}{'theirs us/call':>15}{'ratio':>7}")
+    print(f"prompts of {prompt_tokens} tokens, {prompt_tokens // BLOCK_TOKENS} blocks")
+    print(f"{'call':22}{'ours':>8}{'us':>9}{'theirs':>8}{'us':>9}{'ratio':>7}")
     for name in CALLS:
-        each = [
-            1e6 * times.seconds[name] / times.counts[name] if times.counts[name] else 0.0 for times in (ours, theirs)
-        ]
-        ratios[name] = each[0] / each[1] if each[1] else 0.0
-        print(f"{name:22}{ours.counts[name]:8}{each[0]:14.2f}{theirs.counts[name]:8}{each[1]:15.2f}{ratios[name]:7.2f}")
-    added = [1e6 * sum(times.seconds.values()) / steps for times, steps in ((ours, our_steps), (theirs, their_steps))]
+        our_median, their_median = ours.median(name), theirs.median(name)
+        ratios[name] = our_median / their_median if their_median else 0.0
+        print(
+            f"{name:22}{len(ours.microseconds[name]):8}{our_median:9.2f}"
+            f"{len(theirs.microseconds[name]):8}{their_median:9.2f}{ratios[name]:7.2f}"
+        )
+    added = ours.per_step(our_steps), theirs.per_step(their_steps)
     ratios["step"] = added[0] / added[1]
     print(f"added to a step: {added[0]:.1f} us against {added[1]:.1f} us, ratio {ratios['step']:.2f}")
     print(
