@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
 OVERRUN = [0, 1, 2, 3, 4, 0, 1]
 CACHED_TOKENS = 192
-SMALL = 8 * 32768
-"""Room for one prompt and a bit."""
+SMALL = 12 * 32768
+"""Room for two prompts."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,10 @@ def test_blocks_come_back_from_disk(full_model: Path, expected: list[Generated],
 
     settings = {"cpu_bytes_to_use": SMALL, "tiers": [f"file://{tmp_path}?capacity=64MiB"]}
     with engine(full_model, settings) as tested:
-        found = tested.one_by_one(OVERRUN)
+        found = []
+        for number in OVERRUN:
+            found += tested.one_by_one([number])
+            tested.manager.steps.drain(10.0)  # what is being written keeps its slot, so less might be read
         statistics = tested.manager.steps.statistics()
         from_disk = tested.metric("vllm:prompt_tokens_cached_by_source", source="disk")
     assert found == expected
