@@ -102,9 +102,9 @@ class CallTimes:
         kept = self.microseconds[name]
         return statistics.median(kept) if kept else 0.0
 
-    def per_step(self, steps: int) -> float:
-        """Return the microseconds that all calls add to a step, each counted with its median."""
-        return sum(len(kept) * self.median(name) for name, kept in self.microseconds.items()) / steps
+    def total(self) -> float:
+        """Return the microseconds of all calls, each counted with its median."""
+        return sum(len(kept) * self.median(name) for name, kept in self.microseconds.items())
 
     def watch(self, manager: Any) -> None:
         """Count the calls of a manager from now on."""
@@ -162,9 +162,12 @@ def compare(model: Path, prompt_tokens: int) -> dict[str, float]:
             f"{name:22}{len(ours.microseconds[name]):8}{our_median:9.2f}"
             f"{len(theirs.microseconds[name]):8}{their_median:9.2f}{ratios[name]:7.2f}"
         )
-    added = ours.per_step(our_steps), theirs.per_step(their_steps)
-    ratios["step"] = added[0] / added[1]
-    print(f"added to a step: {added[0]:.1f} us against {added[1]:.1f} us, ratio {ratios['step']:.2f}")
+    added = ours.total(), theirs.total()
+    ratios["all"] = added[0] / added[1]
+    print(f"added to the whole run: {added[0] / 1e3:.2f} ms against {added[1] / 1e3:.2f} ms, ratio {ratios['all']:.2f}")
+    print(
+        f"added to a step: {added[0] / our_steps:.1f} us of {our_steps}, {added[1] / their_steps:.1f} us of {their_steps}"
+    )
     print(
         f"a step as a whole: {1e3 * our_seconds / our_steps:.2f} ms against {1e3 * their_seconds / their_steps:.2f} ms"
     )

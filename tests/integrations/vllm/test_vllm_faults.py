@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from faulty_spec import FaultyDevice
 
 pytest_plugins = ["vllm_models"]
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default"), pytest.mark.timeout(400)]
 
 OVERRUN = [0, 1, 2, 3, 4, 0, 1]
 CACHED_TOKENS = 192
