@@ -42,7 +42,7 @@ def save_models(folder: Path) -> tuple[Path, Path]:
 
     Weights are large enough for the tokens to depend on every layer's KV.
     """
-    common = {
+    common: dict[str, Any] = {
         "vocab_size": 512,
         "hidden_size": 128,
         "intermediate_size": 256,

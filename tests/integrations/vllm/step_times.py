@@ -165,9 +165,8 @@ def compare(model: Path, prompt_tokens: int) -> dict[str, float]:
     added = ours.total(), theirs.total()
     ratios["all"] = added[0] / added[1]
     print(f"added to the whole run: {added[0] / 1e3:.2f} ms against {added[1] / 1e3:.2f} ms, ratio {ratios['all']:.2f}")
-    print(
-        f"added to a step: {added[0] / our_steps:.1f} us of {our_steps}, {added[1] / their_steps:.1f} us of {their_steps}"
-    )
+    steps = [f"{us / count:.1f} us of {count}" for us, count in zip(added, (our_steps, their_steps), strict=True)]
+    print(f"added to a step: {steps[0]}, {steps[1]}")
     print(
         f"a step as a whole: {1e3 * our_seconds / our_steps:.2f} ms against {1e3 * their_seconds / their_steps:.2f} ms"
     )
