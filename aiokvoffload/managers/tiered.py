@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
@@ -189,6 +189,22 @@ class TieredOffloadingManager(OffloadingManager):
             resident_tokens,
         )
 
+    def search_nowait(self, keys: Keys, ctx: ReqContext | None, on_over: Callable[[TierSearch], None]) -> TierSearch:
+        """Ask the tiers which of some blocks they have, and read none; `poll_nowait` goes on with it.
+
+        Blocks that CPU memory has, and those that could not be read lately, are not asked for, so they are not found.
+
+        Args:
+            keys: The blocks.
+            ctx: The request.
+            on_over: Called with the search once all is answered, or overdue; before this returns, if nobody is asked.
+        """
+        search = TierSearch(
+            self._lookups, self._askable(keys), self._tiers_for(ctx, len(keys)), on_found=lambda: on_over(search)
+        )
+        search.advance()
+        return search
+
     def touch(self, keys: Keys, ctx: ReqContext | None = None, *, depths: Sequence[int] | None = None) -> None:
         """Count the request's access in CPU memory and in the tiers."""
         self._backing.touch(keys, ctx, depths=depths)
@@ -214,28 +230,50 @@ class TieredOffloadingManager(OffloadingManager):
         resident_tokens: int = 0,
     ) -> PrepareLoadOutput:
         """Pin what CPU memory has, and wait for what tiers have."""
-        arguments = LoadArguments(
-            keys=list(keys),
-            ctx=ctx,
-            is_current=self._backing.is_current(ctx),
-            take=take,
-            group_sizes=group_sizes,
-            resident_tokens=resident_tokens,
+        load = self._begin_load(
+            LoadArguments(
+                keys=list(keys),
+                ctx=ctx,
+                is_current=self._backing.is_current(ctx),
+                take=take,
+                group_sizes=group_sizes,
+                resident_tokens=resident_tokens,
+            )
         )
-        held = arguments.pin(self._backing)
-        ticket = PrepareLoadOutput(self, held.epoch, held.generation)
-        adopt(ticket, held)
-        load = TierLoad(ticket, arguments, held, self._backing, self._promotions, self._end_load)
-        self._loads[ticket] = load
-        ticket.is_waiting = True
         missing = self._missing(keys, group_sizes, resident_tokens)
         tiers = self._tiers_for(ctx, len(missing))
         if missing and tiers:
             load.look_for(missing, self._lookups, tiers)
         else:
             load.wait_for_held()
-        self._waits.begin(ticket)
-        return ticket
+        self._waits.begin(load.ticket)
+        return load.ticket
+
+    def prepare_found_load_nowait(
+        self, keys: Keys, ctx: ReqContext | None, found: Mapping[OffloadKey, PlannedTier]
+    ) -> PrepareLoadOutput:
+        """Pin the leading run of `keys` that CPU memory has or a search has found, and read the latter.
+
+        For a manager of one KV group, or of none that it knows of.
+
+        Args:
+            keys: The blocks, the most needed first.
+            ctx: The request.
+            found: Which tier has which of them, see `search_nowait`.
+        """
+        load = self._begin_load(
+            LoadArguments(
+                keys=list(keys),
+                ctx=ctx,
+                is_current=self._backing.is_current(ctx),
+                take="leading",
+                group_sizes=None,
+                resident_tokens=0,
+            )
+        )
+        load.read_from(found)
+        self._waits.begin(load.ticket)
+        return load.ticket
 
     def watch_nowait(self, keys: Keys) -> PrepareLoadOutput:
         """Watch in the backing manager."""
@@ -382,6 +420,16 @@ class TieredOffloadingManager(OffloadingManager):
             for silence in self._silence:
                 silence()
             self._silence = [self.add_doorbell(partial(caller_from_threads(), self.poll_nowait))]
+
+    def _begin_load(self, arguments: LoadArguments) -> TierLoad:
+        """Pin what CPU memory has, for a load whose ticket waits."""
+        held = arguments.pin(self._backing)
+        ticket = PrepareLoadOutput(self, held.epoch, held.generation)
+        adopt(ticket, held)
+        load = TierLoad(ticket, arguments, held, self._backing, self._promotions, self._end_load)
+        self._loads[ticket] = load
+        ticket.is_waiting = True
+        return load
 
     def _tier_key(self, key: OffloadKey) -> OffloadKey:
         """Return what a block is called in the tiers: its key, or after a weight update a name of this epoch."""

@@ -32,13 +32,19 @@ class WorkerRig:
         in_flight_blocks: How many blocks may be sent and not landed.
         device: Where the copies run.
         streams_per_direction: Streams of each direction.
+        clock: Where deadlines are read.
     """
 
     def __init__(
-        self, *, in_flight_blocks: int = 1000, device: ManualDevice | None = None, streams_per_direction: int = 2
+        self,
+        *,
+        in_flight_blocks: int = 1000,
+        device: ManualDevice | None = None,
+        streams_per_direction: int = 2,
+        clock: ManualClock | None = None,
     ) -> None:
         self.device = device or ManualDevice()
-        self.clock = ManualClock()
+        self.clock = clock or ManualClock()
         self.gpu = torch.zeros((BLOCK_COUNT, BLOCK_BYTES), dtype=torch.int8)
         layout = SlotLayout(CanonicalKVCaches.from_layers([self.gpu]), 1)
         self.memory = PinnedMemory(SLOT_COUNT, layout.slot_bytes, self.device)
