@@ -1,0 +1,41 @@
+"""How `nox -s docs` builds the site: pages in Markdown, the reference from the docstrings."""
+
+from __future__ import annotations
+
+from importlib.metadata import version as version_of
+from importlib.util import find_spec
+
+project = "aiokvoffload"
+author = "the aiokvoffload authors"
+project_copyright = author
+version = release = version_of(project)
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"{project} {version}"
+html_static_path: list[str] = []
+
+# Pages are read on GitHub too, so they link to headings as GitHub names them.
+myst_heading_anchors = 3
+
+# Modules that documented ones import and that the environment of the docs need not have.
+autodoc_mock_imports = [name for name in ("mooncake", "transformers", "triton", "vllm") if find_spec(name) is None]
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_class_signature = "separated"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 100
+add_module_names = False
+
+# In a docstring, `name` is a link where it names something that is documented, and code otherwise.
+default_role = "py:obj"
+nitpicky = True
+# Of types and errors, those of this package must be documented; the others would need inventories from elsewhere.
+nitpick_ignore_regex = [("py:obj", ".*"), ("py:.*", r"(?!aiokvoffload\.).*")]
