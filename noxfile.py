@@ -1,4 +1,4 @@
-"""Lint, types, tests and docs; `nox` runs all four, `nox -s tests` one of them, `nox -s services` those with servers."""
+"""Lint, types, tests, docs: `nox` runs all four, `nox -s tests` one of them, `nox -s services` those with servers."""
 
 from __future__ import annotations
 

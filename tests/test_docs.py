@@ -6,8 +6,9 @@ import contextlib
 import io
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -110,16 +111,24 @@ def walks() -> dict[str, list[str]]:
             assert ticket.start([2, 3]).wait(timeout_seconds=60).token_count == 32
 
         for name, work in (("A store", store), ("A load", load)):
-            seen: dict[str, None] = {}
-            before = sys.getprofile()
-            sys.setprofile(lambda frame, _event, _argument, seen=seen: seen.setdefault(_place(frame.f_code)))
-            try:
-                work()
-            finally:
-                sys.setprofile(before)
-            entered[name] = list(seen)
+            entered[name] = functions_entered(work)
             offloader.reset()
     return entered
+
+
+def functions_entered(work: Callable[[], None]) -> list[str]:
+    places: dict[str, None] = {}
+
+    def note(frame: FrameType, _event: str, _argument: object) -> None:
+        places.setdefault(_place(frame.f_code))
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return list(places)
 
 
 def _place(code: CodeType) -> str:
