@@ -28,7 +28,8 @@ highlight_language = "text"
 myst_heading_anchors = 3
 
 # Modules that documented ones import and that the environment of the docs need not have.
-autodoc_mock_imports = [name for name in ("mooncake", "transformers", "triton", "vllm") if find_spec(name) is None]
+_OPTIONAL = ("mooncake", "prometheus_client", "transformers", "triton", "vllm", "zmq")
+autodoc_mock_imports = [name for name in _OPTIONAL if find_spec(name) is None]
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
 autodoc_typehints = "signature"
