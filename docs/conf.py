@@ -55,6 +55,8 @@ nitpick_ignore_regex = [
         "py:class",
         r"aiokvoffload\.offloader\.(machine\.OffloaderMachine|parts\.Parts|opening\.Gathering|subscriptions\.EventHub)",
     ),
+    ("py:class", r"aiokvoffload\.(integrations\.transformers\.(layout\.CausalModel|prefix\.Request))"),
+    ("py:class", r"aiokvoffload\.(integrations\.vllm\.connector\.StepMetadata|managers\.tier_lookups\.TierSearch)"),
     ("py:class", r"aiokvoffload\.(cluster\.peer|devices\.cuda_\w+|devices\.ranges|tiers\.valkey_client)\..*"),
 ]
 
