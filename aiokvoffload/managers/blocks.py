@@ -36,6 +36,7 @@ class SlotState(IntEnum):
 
 
 _FREE, _WRITING, _READY, _KEYLESS = map(int, SlotState)
+_NOTHING_FOUND: Found = np.empty(0, dtype=np.int64)
 _RESULT_OF_STATE = (LookupResult.MISS, LookupResult.PENDING, LookupResult.HIT, LookupResult.MISS)
 
 
@@ -57,6 +58,8 @@ class BlockTable:
         self._write_number_of = np.zeros(slot_count, dtype=np.int64)
         self._writes: dict[int, PrepareStoreOutput] = {}
         self._write_total = 0
+        self._asked: list[OffloadKey] = []
+        self._found: Found = _NOTHING_FOUND
         self._start()
 
     def _start(self) -> None:
@@ -85,8 +88,16 @@ class BlockTable:
         return self._count_of[state]
 
     def find(self, keys: Keys) -> Found:
-        """Return the slot of each block, stored or being written."""
-        return self._index.find(keys)
+        """Return the slot of each block, stored or being written; the answer is shared and must not be changed."""
+        count, asked = len(keys), self._asked
+        # A request's blocks are asked for again and again: all of them, those to load, those to store.
+        if keys == asked[:count]:
+            return self._found[:count]
+        if keys == asked[-count:]:
+            return self._found[-count:]
+        self._asked, self._found = list(keys), self._index.find(keys)
+        self._found.flags.writeable = False
+        return self._found
 
     def results(self, found: Found) -> list[LookupResult]:
         """Return MISS, HIT or PENDING for each block that was looked for."""
@@ -139,11 +150,15 @@ class BlockTable:
     def touch(self, keys: Keys, found: Found, access: Access) -> None:
         """Tell the policy of one request's access."""
         is_missing = found == NOT_FOUND
-        missing_count = np.count_nonzero(is_missing)
+        missing_count = int(np.count_nonzero(is_missing))
+        lead = len(keys) - missing_count
         if missing_count == len(keys):
             self._policy.miss(keys, access)
         elif not missing_count:
             self._policy.touch(self._batch(found), access)
+        elif is_missing[lead:].all():  # a prefix is there, and what follows is not
+            self._policy.touch(self._batch(found[:lead]), access.part(0, lead))
+            self._policy.miss(keys[lead:], access.part(lead, len(keys)))
         else:
             known, missing = np.flatnonzero(~is_missing), np.flatnonzero(is_missing).tolist()
             self._policy.touch(self._batch(found[known]), access.select(known.tolist()))
@@ -226,6 +241,7 @@ class BlockTable:
             taken = self._take_free(len(keys) - len(victims), taken)
         slots: list[int] = taken.tolist()
         self._index.put(keys, taken)
+        self._forget_found()
         self._write_total = number = self._write_total + 1
         self._writes[number] = write
         self._users[taken] = 1
@@ -243,6 +259,7 @@ class BlockTable:
             dropped = slot_array(failed)
             self._policy.remove(failed)
             self._index.drop(dropped)
+            self._forget_found()
             self._states[dropped] = _KEYLESS
         self._states[slot_array(written)] = _READY
         self._count_of[_WRITING] -= len(written) + len(failed)
@@ -255,8 +272,14 @@ class BlockTable:
         """Take every block away; slots without users are free, the others become keyless."""
         self._policy.clear()
         self._index.clear()
+        self._forget_found()
         self._writes = {}
         self._start()
+
+    def _forget_found(self) -> None:
+        """Forget the last answer of `find`, which may be wrong from now on."""
+        self._asked = []
+        self._found = _NOTHING_FOUND
 
     def _take_free(self, count: int, given_up: SlotArray) -> SlotArray:
         """Take free slots, and put those that were given up just now among them."""

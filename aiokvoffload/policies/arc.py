@@ -44,6 +44,8 @@ class ARCPolicy(RankedPolicy):
         self._is_written = np.zeros(capacity, dtype=np.bool_)
         self._ghosts = GhostLists(capacity, list_count=2)
         self._target = 0.0
+        # The keys of the last miss, if none was a ghost: none becomes one before it is inserted.
+        self._strangers: Sequence[OffloadKey] = ()
 
     @property
     def target_recent_count(self) -> float:
@@ -55,6 +57,10 @@ class ARCPolicy(RankedPolicy):
         inserted = slot_array(slots)
         self._key_of[inserted] = keys
         self._is_written[inserted] = False
+        strangers, self._strangers = self._strangers, ()
+        if keys == strangers:
+            self._insert(inserted, access)
+            return
         rows = self._ghosts.rows(keys)
         was_ghost = rows != NOT_FOUND
         if not was_ghost.any():
@@ -86,7 +92,9 @@ class ARCPolicy(RankedPolicy):
         """
         ghosts = self._ghosts
         rows = ghosts.rows(keys)
-        for row in reversed(rows[rows != NOT_FOUND].tolist()):
+        known = rows[rows != NOT_FOUND].tolist()
+        self._strangers = () if known else list(keys)
+        for row in reversed(known):
             if not ghosts.renew(row, access.tick):
                 continue
             recent_count, frequent_count = ghosts.counts
@@ -111,6 +119,7 @@ class ARCPolicy(RankedPolicy):
         super().clear()
         self._ghosts.clear()
         self._target = 0.0
+        self._strangers = ()
 
     def _shares(self, count: int) -> Sequence[tuple[int, int]]:
         """What was demoted, then T1 down to its target, then T2, then what is left of T1."""

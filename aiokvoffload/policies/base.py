@@ -40,6 +40,10 @@ class Access:
             return self
         return replace(self, depths=[self.depths[position] for position in positions])
 
+    def part(self, start: int, stop: int) -> Access:
+        """Return the access to neighbours in the batch."""
+        return self if self.depths is None else replace(self, depths=self.depths[start:stop])
+
 
 class CachePolicy(ABC):
     """Ranks the slots of a cache; the lowest rank leaves first.

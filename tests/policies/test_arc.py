@@ -170,3 +170,27 @@ def test_a_ghost_that_comes_back_was_used_again(policy_class: type[CachePolicy],
     policy.touch([0, 1], Access(4, depths=[16, 32]))  # still being written: that moves neither into T2
     policy.unpin([0, 1])
     assert order_of(policy) == order
+
+
+def test_a_key_that_was_missed_as_a_stranger_may_be_a_ghost_when_it_comes() -> None:
+    policy = ARCPolicy(2)
+    keys = make_keys(0)
+    policy.miss(keys, Access(1))
+    for tick in (1, 2):  # inserted again without being asked for, as a promotion is
+        assert list(policy._ghosts.keys_in(0)) == (keys if tick == 2 else [])
+        policy.insert([0], keys, Access(tick))
+        policy.unpin([0])
+        assert not list(policy._ghosts.keys_in(0))
+        assert policy.evict(1) == [0]
+
+
+def test_a_list_of_missed_keys_may_be_used_for_others() -> None:
+    policy = ARCPolicy(2)
+    ghosts = make_keys(0)
+    fill(policy, [0], Access(1))
+    assert policy.evict(1) == [0]
+    keys = make_keys(1)
+    policy.miss(keys, Access(2))
+    keys[:] = ghosts
+    policy.insert([0], keys, Access(2))
+    assert not list(policy._ghosts.keys_in(0))
