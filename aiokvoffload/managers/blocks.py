@@ -36,6 +36,8 @@ class SlotState(IntEnum):
 
 
 _FREE, _WRITING, _READY, _KEYLESS = map(int, SlotState)
+_REMEMBERED_KEYS = 1024
+"""So many keys of a call are remembered; to let go of a million would take milliseconds."""
 _NOTHING_FOUND: Found = np.empty(0, dtype=np.int64)
 _RESULT_OF_STATE = (LookupResult.MISS, LookupResult.PENDING, LookupResult.HIT, LookupResult.MISS)
 
@@ -95,9 +97,11 @@ class BlockTable:
             return self._found[:count]
         if keys == asked[-count:]:
             return self._found[-count:]
-        self._asked, self._found = list(keys), self._index.find(keys)
-        self._found.flags.writeable = False
-        return self._found
+        found = self._index.find(keys)
+        found.flags.writeable = False
+        if count <= _REMEMBERED_KEYS:
+            self._asked, self._found = list(keys), found
+        return found
 
     def results(self, found: Found) -> list[LookupResult]:
         """Return MISS, HIT or PENDING for each block that was looked for."""

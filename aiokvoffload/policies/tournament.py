@@ -31,6 +31,8 @@ _MIN_ROUND_BLOCKS = 256
 _MEMORY_CAPACITIES = 10.0
 _MIN_MEMORY_BLOCKS = 40_000
 """After so many looked-up blocks a round counts 1/e of a new one."""
+_HEARD_AT_ONCE = 512
+"""A larger request is seen in parts, so that what it costs is not left to the next one."""
 _DEVIATIONS = 0.5
 """By how many standard deviations of the difference between rounds a candidate must lead, so that it is not chance."""
 
@@ -105,6 +107,8 @@ class Tournament:
             self._heard_at = (tick, time)
         for hashed, depth, row in zip(hashes, depths, uses, strict=True):
             self._heard.setdefault(hashed, (depth, row))
+        if len(self._heard) > _HEARD_AT_ONCE:
+            self._play()
 
     def _play(self) -> None:
         """Let every shadow serve the request that was heard, and end the round if it is long enough."""

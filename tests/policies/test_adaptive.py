@@ -6,7 +6,7 @@ from aiokvoffload.errors import ConfigurationError
 from aiokvoffload.policies.adaptive import AdaptivePolicy
 from aiokvoffload.policies.base import Access
 from aiokvoffload.policies.metadata import MetadataCache
-from aiokvoffload.testing.policy_contract import PolicyContract, order_of
+from aiokvoffload.testing.policy_contract import PolicyContract, count_instructions, order_of
 from aiokvoffload.testing.strategies import make_keys
 
 
@@ -96,3 +96,12 @@ def test_the_same_requests_lead_to_the_same_end() -> None:
         repeat_and_scan(MetadataCache(policy), 500)
         ends.append((policy.winner, order_of(policy), policy._tournament.scores.tolist()))
     assert ends[0] == ends[1]
+
+
+def test_a_giant_request_costs_the_next_one_nothing() -> None:
+    def cost_after(block_count: int) -> int:
+        policy = AdaptivePolicy(1_000)
+        policy.miss(make_keys(*range(block_count)), Access(1, depths=range(block_count)))
+        return count_instructions(lambda: policy.miss(make_keys(*range(40)), Access(2, depths=range(40))))
+
+    assert cost_after(8_000) < 2 * cost_after(40)
