@@ -14,6 +14,8 @@ GHOST_BYTES = 192
 
 _SHARD_SIZE = 2048
 _REMEMBERED_TICKS = 4096
+_FREED_AT_ONCE = 16
+"""How many blocks that are given up are let go of with each new one."""
 
 
 class History:
@@ -65,12 +67,19 @@ class History:
         if len(shard) > self._shard_limits[index]:
             del shard[next(iter(shard))]
         if self._given_up:
-            self._given_up.pop()
+            self._free_some()
 
     def clear(self) -> None:
         """Forget all blocks; their memory is given back by later calls, piece by piece."""
         self._given_up += self._shards
         self._shards = [{} for _ in self._shard_limits]
+
+    def _free_some(self) -> None:
+        part = self._given_up[-1]
+        for _ in range(min(_FREED_AT_ONCE, len(part))):
+            part.popitem()
+        if not part:
+            self._given_up.pop()
 
 
 def history_limit(capacity: int, history_bytes_per_block: int) -> int:

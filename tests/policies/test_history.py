@@ -139,3 +139,16 @@ def test_time_stands_still_within_a_request() -> None:
     assert clock.at(2) == 10
     clock.advance(5)
     assert (clock.at(1), clock.at(2), clock.at(3)) == (0, 10, 15)
+
+
+def test_a_cleared_history_is_freed_by_few_blocks_with_each_new_one() -> None:
+    history = History(4_000)
+    for key in make_keys(*range(4_000)):
+        history.put(key, 1)
+    history.clear()
+    assert len(history) == 0
+    left = sum(map(len, history._given_up))
+    for number, key in enumerate(make_keys(*range(left // 16 + 4))):
+        history.put(key, 1)
+        assert sum(map(len, history._given_up)) >= left - 16 * (number + 1)
+    assert not history._given_up
