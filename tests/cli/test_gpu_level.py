@@ -142,12 +142,13 @@ def test_no_block_is_ever_two_things(data: st.DataObject) -> None:
 def test_an_exclusive_replay_has_every_byte_right(
     capsys: pytest.CaptureFixture[str], backend: str, policy: str
 ) -> None:
-    report = report_of(capsys, "--placement", "exclusive", "--backend", backend, "--policy", policy)
+    # How many hit depends on who comes first, so there are enough of them.
+    report = report_of(capsys, "--limit", "400", "--placement", "exclusive", "--backend", backend, "--policy", policy)
     assert report["mismatches"] == report["order_violations"] == 0
     assert report["left_pinned"] == report["left_leased"] == 0
     assert report["blocks_verified"] == report["blocks_hit"]
     assert report["gpu_blocks_hit"] > 200
-    assert report["cpu_blocks_hit"] > 50  # about twice that; how many depends on who comes first
+    assert report["cpu_blocks_hit"] > 100
     assert report["blocks_hit"] == report["gpu_blocks_hit"] + report["cpu_blocks_hit"]
     assert report["bytes_loaded"] == report["cpu_blocks_hit"] * 64 * 2
 

@@ -955,7 +955,7 @@ def test_an_offloader_does_what_the_model_does(factor: int, policy: str) -> None
     run_state_machine_as_test(
         seed(factor)(Machine),
         settings=settings(
-            max_examples=60,
+            max_examples=150,  # how much they see depends on what else is imported: hypothesis draws from that too
             stateful_step_count=50,
             derandomize=True,
             deadline=None,
@@ -964,7 +964,7 @@ def test_an_offloader_does_what_the_model_does(factor: int, policy: str) -> None
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert seen["landings"]  # how often depends on what else is imported, which hypothesis draws numbers from
+    assert seen["landings"] > 100
 
 
 @MACHINES

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -61,6 +60,4 @@ def test_forgetting_and_clearing_cost_the_same_however_much_is_kept() -> None:
         new = make_keys(*range(limit, limit + 100))
         return count_instructions(lambda: ghosts.add(0, new)), count_instructions(ghosts.clear)
 
-    (few_add, few_clear), (many_add, many_clear) = costs(500), costs(5_000)
-    assert many_add == pytest.approx(few_add, rel=0.1)  # another key now and then finds its cell taken
-    assert many_clear == few_clear
+    assert costs(5_000) == costs(500)
