@@ -13,12 +13,10 @@ import torch
 
 from aiokvoffload.errors import BlocksInFlightError
 from aiokvoffload.integrations.transformers.batch import Batch
-from aiokvoffload.integrations.transformers.compute import ComputeThread
-from aiokvoffload.integrations.transformers.layout import CacheLayout
+from aiokvoffload.integrations.transformers.moving import BlockMover
 from aiokvoffload.integrations.transformers.prefix import Request
-from aiokvoffload.integrations.transformers.scratch import ScratchBlocks
 from aiokvoffload.keys import OffloadKey
-from aiokvoffload.offloader import LoadTicket, Offloader, TransferHandle
+from aiokvoffload.offloader import LoadTicket, TransferHandle
 from aiokvoffload.specs import LookupResult
 
 _logger = logging.getLogger(__name__)
@@ -37,31 +35,8 @@ class Found:
     tier_token_counts: tuple[int, ...]
 
 
-class Restorer:
-    """Fills caches with prefixes that are stored.
-
-    Args:
-        offloader: Has them.
-        layout: What is cut of a cache.
-        scratch: Blocks to load into.
-        compute: Copies out of them.
-        limit_blocks: The most blocks of a row that are restored; None for any number.
-    """
-
-    def __init__(
-        self,
-        offloader: Offloader,
-        layout: CacheLayout,
-        scratch: ScratchBlocks,
-        compute: ComputeThread,
-        limit_blocks: int | None,
-    ) -> None:
-        self._offloader = offloader
-        self._layout = layout
-        self._scratch = scratch
-        self._compute = compute
-        self._limit_blocks = limit_blocks
-        self._block_tokens = scratch.block_tokens
+class Restorer(BlockMover):
+    """Fills caches with prefixes that are stored."""
 
     async def restore(self, batch: Batch, request: Request, cache: Any) -> Found:
         """Fill an empty cache with what all rows have; with nothing if a block is lost on the way."""

@@ -9,12 +9,11 @@ from typing import Any
 
 from aiokvoffload.errors import BlocksInFlightError
 from aiokvoffload.integrations.transformers.batch import Batch
-from aiokvoffload.integrations.transformers.compute import ComputeThread
-from aiokvoffload.integrations.transformers.layout import CacheLayout
+from aiokvoffload.integrations.transformers.moving import BlockMover
 from aiokvoffload.integrations.transformers.prefix import Request
-from aiokvoffload.integrations.transformers.scratch import ScratchBlocks, first_kept_column
+from aiokvoffload.integrations.transformers.scratch import first_kept_column
 from aiokvoffload.keys import OffloadKey
-from aiokvoffload.offloader import Offloader, TransferHandle
+from aiokvoffload.offloader import TransferHandle
 from aiokvoffload.specs import LookupResult, StoreOutcome
 
 _logger = logging.getLogger(__name__)
@@ -29,32 +28,8 @@ class Piece:
     blocks: range
 
 
-class Saver:
-    """Stores what caches hold.
-
-    Args:
-        offloader: Gets it.
-        layout: What is cut of a cache.
-        scratch: Blocks to store from.
-        compute: Copies into them.
-        limit_blocks: The most blocks of a row that are worth storing; None for any number.
-    """
-
-    def __init__(
-        self,
-        offloader: Offloader,
-        layout: CacheLayout,
-        scratch: ScratchBlocks,
-        compute: ComputeThread,
-        limit_blocks: int | None,
-    ) -> None:
-        self._offloader = offloader
-        self._layout = layout
-        self._scratch = scratch
-        self._compute = compute
-        self._limit_blocks = limit_blocks
-        self._block_tokens = scratch.block_tokens
-        self._kv_groups = layout.kv_groups(scratch.block_tokens)
+class Saver(BlockMover):
+    """Stores what caches hold."""
 
     async def save(
         self, batch: Batch, request: Request, cache: Any, token_counts: Sequence[int], branch_points: Iterable[int]
@@ -96,10 +71,11 @@ class Saver:
         # The same prompt again goes on one token before its end, which may be a block earlier.
         points = (token_count, token_count - 1, *branch_points)
         ends = {min(limit, min(point, token_count) // self._block_tokens) for point in points}
+        kv_groups = self._layout.kv_groups(self._block_tokens)
         for group, layers in enumerate(self._layout.groups):
             kept_from = max(first_kept_column(cache.layers[layer.index]) for layer in layers)
             first_kept = -(-max(0, kept_from - padding) // self._block_tokens)
-            needed = self._kv_groups[group].blocks_needed(self._block_tokens)
+            needed = kv_groups[group].blocks_needed(self._block_tokens)
             wanted = sorted(
                 {block for end in ends for block in range(0 if needed is None else max(0, end - needed), end)}
             )
