@@ -10,7 +10,6 @@ ever rebuilt. A small index is a dict: with all of it in the processor's caches,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Sequence
 from itertools import compress, repeat
 from typing import Any
@@ -21,6 +20,8 @@ import numpy.typing as npt
 from aiokvoffload.keys import OffloadKey
 
 NumberArray = npt.NDArray[np.int64]
+Places = tuple[NumberArray, npt.NDArray[np.uint32]]
+"""The set and the tag of each key."""
 
 NOT_FOUND = -1
 """The number of a key that is not there."""
@@ -39,7 +40,10 @@ _IN_DICT = -1
 _TAG_SHIFT = 32
 
 _FEW_KEYS = 4
-"""Up to so many keys are faster looked for one by one."""
+"""Up to so many keys are faster handled one by one."""
+
+_REMEMBERED_KEYS = 1024
+"""So many keys of a call are remembered; to let go of a million would take milliseconds."""
 
 
 class KeyIndex(ABC):
@@ -74,6 +78,10 @@ class KeyIndex(ABC):
         """Forget the keys of numbers, each of which must have one."""
 
     @abstractmethod
+    def take(self, numbers: NumberArray) -> list[OffloadKey]:
+        """Forget the keys of numbers, and return them."""
+
+    @abstractmethod
     def clear(self) -> None:
         """Forget all keys, at once."""
 
@@ -87,6 +95,8 @@ class SmallKeyIndex(KeyIndex):
 
     def find(self, keys: Sequence[OffloadKey]) -> NumberArray:
         """Return the number of each key, `NOT_FOUND` for unknown ones."""
+        if self._number_of.keys().isdisjoint(keys):
+            return _none_found(len(keys))
         return np.fromiter(map(self._number_of.get, keys, repeat(NOT_FOUND)), np.int64, len(keys))
 
     def get(self, key: OffloadKey) -> int:
@@ -100,7 +110,14 @@ class SmallKeyIndex(KeyIndex):
 
     def drop(self, numbers: NumberArray) -> None:
         """Forget the keys of numbers."""
-        deque(map(self._number_of.__delitem__, self.keys_of(numbers)), maxlen=0)
+        self.take(numbers)
+
+    def take(self, numbers: NumberArray) -> list[OffloadKey]:
+        """Forget the keys of numbers, and return them."""
+        number_of, keys = self._number_of, self.keys_of(numbers)
+        for key in keys:
+            del number_of[key]
+        return keys
 
     def clear(self) -> None:
         """Forget all keys."""
@@ -115,6 +132,8 @@ class LargeKeyIndex(KeyIndex):
         self._set_count = number_count // _NUMBERS_PER_SET + 1
         self._number_in: npt.NDArray[np.int32] = np.zeros(self._set_count * _SET_CELLS, dtype=np.int32)
         self._cell_of: npt.NDArray[np.int32] = np.zeros(number_count, dtype=np.int32)
+        self._placed: list[OffloadKey] = []
+        self._places: Places = (_none_found(0), np.empty(0, dtype=np.uint32))
         self.clear()
 
     def clear(self) -> None:
@@ -132,22 +151,32 @@ class LargeKeyIndex(KeyIndex):
         if len(keys) <= _FEW_KEYS:
             return np.fromiter(map(self.get, keys), np.int64, len(keys))
         sets, tags = self._places_of(keys)
-        cells = sets * _SET_CELLS + (self._tags.take(sets, axis=0) == tags[:, None]).argmax(axis=1)
+        is_alike = self._tags.take(sets, axis=0) == tags[:, None]
+        if not np.count_nonzero(is_alike):
+            none = _none_found(len(keys))
+            self._find_aside(keys, sets, none)
+            return none
+        cells = sets * _SET_CELLS + is_alike.argmax(axis=1)
         is_tagged = self._tag_in[cells] == tags
         numbers: NumberArray = self._number_in[cells].astype(np.int64)
-        if not is_tagged.all():
+        if np.count_nonzero(is_tagged) < len(keys):
             numbers[~is_tagged] = NOT_FOUND
-            if self._excess:
-                for position in np.flatnonzero(~is_tagged & (self._excess_of[sets] > 0)).tolist():
-                    numbers[position] = self._excess.get(keys[position], NOT_FOUND)
+            self._find_aside(keys, sets, numbers)
             keys = list(compress(keys, is_tagged))
-        tagged = self._key_of[numbers[is_tagged]].tolist()
+        tagged: list[OffloadKey] = self._key_of[numbers[is_tagged]].tolist()
         if tagged != (keys if isinstance(keys, list) else list(keys)):
             positions = np.flatnonzero(is_tagged).tolist()
             for position, key, other in zip(positions, keys, tagged, strict=True):
                 if key != other:  # two keys with the same tag in one set
                     numbers[position] = self.get(key)
         return numbers
+
+    def _find_aside(self, keys: Sequence[OffloadKey], sets: NumberArray, numbers: NumberArray) -> None:
+        """Look beside the table for keys without a number whose sets were full once."""
+        if self._excess:
+            for position in self._excess_of[sets].nonzero()[0].tolist():
+                if numbers[position] == NOT_FOUND:
+                    numbers[position] = self._excess.get(keys[position], NOT_FOUND)
 
     def get(self, key: OffloadKey) -> int:
         """Return the number of one key."""
@@ -167,21 +196,28 @@ class LargeKeyIndex(KeyIndex):
         """Note the numbers of unknown keys; a number that has a key must be dropped before."""
         self._key_of[numbers] = keys
         sets, tags = self._places_of(keys)
-        while len(numbers):
+        while len(numbers) > _FEW_KEYS:
             cells = sets * _SET_CELLS + (self._tags.take(sets, axis=0) == _EMPTY).argmax(axis=1)
             is_empty = self._tag_in[cells] == _EMPTY
-            if not is_empty.all():
+            if np.count_nonzero(is_empty) < len(cells):
                 self._put_aside(numbers[~is_empty], sets[~is_empty])
                 numbers, sets, tags, cells = numbers[is_empty], sets[is_empty], tags[is_empty], cells[is_empty]
             self._number_in[cells] = numbers
             is_settled = self._number_in[cells] == numbers  # of several keys for one cell, the last one has it
-            if is_settled.all():
+            if np.count_nonzero(is_settled) == len(cells):
                 self._tag_in[cells] = tags
                 self._cell_of[numbers] = cells
                 return
             self._tag_in[cells[is_settled]] = tags[is_settled]
             self._cell_of[numbers[is_settled]] = cells[is_settled]
             numbers, sets, tags = numbers[~is_settled], sets[~is_settled], tags[~is_settled]
+        for number, home, tag in zip(numbers.tolist(), sets.tolist(), tags.tolist(), strict=True):
+            self._put_one(number, home, tag)
+
+    def take(self, numbers: NumberArray) -> list[OffloadKey]:
+        """Forget the keys of numbers, and return them."""
+        self.drop(numbers)
+        return self.keys_of(numbers)
 
     def drop(self, numbers: NumberArray) -> None:
         """Forget the keys of numbers, each of which must have one."""
@@ -194,6 +230,15 @@ class LargeKeyIndex(KeyIndex):
             cells = cells[cells != _IN_DICT]
         self._tag_in[cells] = _EMPTY
 
+    def _put_one(self, number: int, home: int, tag: int) -> None:
+        """Note one number, whose key belongs into a set."""
+        tags: list[int] = self._tags[home].tolist()
+        if _EMPTY not in tags:
+            self._put_aside(np.array([number]), np.array([home]))
+            return
+        cell = home * _SET_CELLS + tags.index(_EMPTY)
+        self._number_in[cell], self._tag_in[cell], self._cell_of[number] = number, tag, cell
+
     def _put_aside(self, numbers: NumberArray, sets: NumberArray) -> None:
         """Note numbers whose keys find their sets full."""
         for number, home in zip(numbers.tolist(), sets.tolist(), strict=True):
@@ -203,15 +248,26 @@ class LargeKeyIndex(KeyIndex):
 
     # Hashes
 
-    def _places_of(self, keys: Sequence[OffloadKey]) -> tuple[NumberArray, npt.NDArray[np.uint32]]:
-        """Return the set and the tag of each key."""
+    def _places_of(self, keys: Sequence[OffloadKey]) -> Places:
+        """Return the set and the tag of each key; keys are mostly looked for before they are put."""
+        if keys == self._placed[-len(keys) :]:
+            return self._places[0][-len(keys) :], self._places[1][-len(keys) :]
         hashes: NumberArray = np.fromiter(map(hash, keys), np.int64, len(keys))
         tags: npt.NDArray[Any] = hashes >> _TAG_SHIFT
-        return hashes % self._set_count, tags.astype(np.uint32) | np.uint32(1)
+        places = hashes % self._set_count, tags.astype(np.uint32) | np.uint32(1)
+        if len(keys) <= _REMEMBERED_KEYS:
+            self._placed, self._places = list(keys), places
+        return places
 
     def _place_of(self, key: OffloadKey) -> tuple[int, int]:
         hashed = hash(key)
         return hashed % self._set_count, hashed >> _TAG_SHIFT & 0xFFFFFFFF | 1
+
+
+def _none_found(count: int) -> NumberArray:
+    numbers = np.empty(count, dtype=np.int64)
+    numbers.fill(NOT_FOUND)
+    return numbers
 
 
 def _aligned_zeros(count: int) -> npt.NDArray[np.uint32]:

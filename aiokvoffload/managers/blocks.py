@@ -97,7 +97,10 @@ class BlockTable:
             return self._found[:count]
         if keys == asked[-count:]:
             return self._found[-count:]
-        found = self._index.find(keys)
+        if asked and keys[: len(asked)] == asked:
+            found = np.concatenate((self._found, self._index.find(keys[len(asked) :])))
+        else:
+            found = self._index.find(keys)
         found.flags.writeable = False
         if count <= _REMEMBERED_KEYS:
             self._asked, self._found = list(keys), found
@@ -160,7 +163,7 @@ class BlockTable:
             self._policy.miss(keys, access)
         elif not missing_count:
             self._policy.touch(self._batch(found), access)
-        elif is_missing[lead:].all():  # a prefix is there, and what follows is not
+        elif np.count_nonzero(is_missing[lead:]) == missing_count:  # a prefix is there, and what follows is not
             self._policy.touch(self._batch(found[:lead]), access.part(0, lead))
             self._policy.miss(keys[lead:], access.part(lead, len(keys)))
         else:
@@ -239,8 +242,7 @@ class BlockTable:
         evicted: list[OffloadKey] = []
         taken = slot_array(victims)[::-1]
         if victims:
-            evicted = self._index.keys_of(taken[::-1])
-            self._index.drop(taken)
+            evicted = self._index.take(taken[::-1])
         if len(victims) < len(keys):
             taken = self._take_free(len(keys) - len(victims), taken)
         slots: list[int] = taken.tolist()

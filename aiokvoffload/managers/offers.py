@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from aiokvoffload.clock import Clock
 from aiokvoffload.events import EventKind
 from aiokvoffload.key_index import NOT_FOUND
@@ -156,7 +158,7 @@ class Offers:
         """Note which keys of an offer are stored, or being stored; return the others, and the slots of stored ones."""
         ticket, keys = offer.ticket, offer.keys
         ticket.resident_keys = ticket.pending_keys = ()
-        if not (found != NOT_FOUND).any():
+        if not np.count_nonzero(found != NOT_FOUND):
             return keys, []
         results = self._blocks.results(found)
         ticket.resident_keys = _selected(keys, results, LookupResult.HIT)

@@ -63,7 +63,7 @@ class ARCPolicy(RankedPolicy):
             return
         rows = self._ghosts.rows(keys)
         was_ghost = rows != NOT_FOUND
-        if not was_ghost.any():
+        if not np.count_nonzero(was_ghost):
             self._insert(inserted, access)
             return
         self._ghosts.remove(rows[was_ghost])

@@ -120,12 +120,12 @@ class LeafCounts:
     __slots__ = ("entries", "evictables", "residents")
 
     def __init__(self) -> None:
-        self.entries, self.residents, self.evictables = np.zeros((3, 64), dtype=np.int32)
+        self.entries, self.residents, self.evictables = np.zeros((3, 64), dtype=np.int64)
 
     def make_room_for(self, number: int) -> None:
         """Have counts for a new leaf number, all of them 0."""
         if number >= len(self.entries):
-            counts = np.zeros((3, 2 * number), dtype=np.int32)
+            counts = np.zeros((3, 2 * number), dtype=np.int64)
             counts[:, : len(self.entries)] = self.entries, self.residents, self.evictables
             self.entries, self.residents, self.evictables = counts
 
@@ -345,7 +345,8 @@ class SlotLines:
 
     def _only_leaf(self, numbers: LeafNumbers) -> Leaf | None:
         """Return the leaf that has all of some numbers, at least one; blocks of one request mostly stand together."""
-        return self._leaves[numbers.item(0)] if (numbers == numbers[0]).all() else None
+        is_only_one = np.count_nonzero(numbers == numbers[0]) == len(numbers)
+        return self._leaves[numbers.item(0)] if is_only_one else None
 
     def _gain_each(self, slots: SlotArray) -> None:
         """Count slots that could be evicted into their leaves."""
