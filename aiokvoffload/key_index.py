@@ -42,6 +42,9 @@ _TAG_SHIFT = 32
 _FEW_KEYS = 4
 """Up to so many keys are faster handled one by one."""
 
+_CLEANED_AT_ONCE = 65_536
+"""So many tags from before a reset are overwritten by each call that puts keys."""
+
 _REMEMBERED_KEYS = 1024
 """So many keys of a call are remembered; to let go of a million would take milliseconds."""
 
@@ -124,6 +127,35 @@ class SmallKeyIndex(KeyIndex):
         self._number_of = {}
 
 
+class _TagTables:
+    """Two tables of tags: one in use, and one that will be all zeros when that has to be cleared.
+
+    A new table in its place would be one whose memory is met for the first time: as numpy asks the system for huge
+    pages, each of which takes a millisecond and more, the first call after a reset would wait for all of them.
+
+    Args:
+        tag_count: Tags in a table.
+    """
+
+    def __init__(self, tag_count: int) -> None:
+        self.used, self._spare = (_aligned_zeros(tag_count) for _ in range(2))
+        self._stale_count = 0
+
+    def swap(self) -> None:
+        """Put the other table into use."""
+        while self._stale_count:
+            self.clean_some()
+        self.used, self._spare = self._spare, self.used
+        self._stale_count = len(self._spare)
+
+    def clean_some(self) -> None:
+        """Overwrite a part of what was in use before the swap, if any is left."""
+        if self._stale_count:
+            first = max(0, self._stale_count - _CLEANED_AT_ONCE)
+            self._spare[first : self._stale_count] = _EMPTY
+            self._stale_count = first
+
+
 class LargeKeyIndex(KeyIndex):
     """An index in a set-associative table; the few keys whose set is full are in a dict beside it."""
 
@@ -132,14 +164,19 @@ class LargeKeyIndex(KeyIndex):
         self._set_count = number_count // _NUMBERS_PER_SET + 1
         self._number_in: npt.NDArray[np.int32] = np.zeros(self._set_count * _SET_CELLS, dtype=np.int32)
         self._cell_of: npt.NDArray[np.int32] = np.zeros(number_count, dtype=np.int32)
+        self._tables = _TagTables(self._set_count * _SET_CELLS)
         self._placed: list[OffloadKey] = []
         self._places: Places = (_none_found(0), np.empty(0, dtype=np.uint32))
-        self.clear()
+        self._start()
 
     def clear(self) -> None:
         """Forget all keys, at once."""
         # Keys and numbers stay behind in the arrays; no tag leads to them before they are overwritten.
-        self._tag_in = _aligned_zeros(self._set_count * _SET_CELLS)
+        self._tables.swap()
+        self._start()
+
+    def _start(self) -> None:
+        self._tag_in = self._tables.used
         self._tags = self._tag_in.reshape(self._set_count, _SET_CELLS)
         self._excess_of: npt.NDArray[np.uint16] = np.zeros(self._set_count, dtype=np.uint16)
         self._excess: dict[OffloadKey, int] = {}
@@ -194,6 +231,7 @@ class LargeKeyIndex(KeyIndex):
 
     def put(self, keys: Sequence[OffloadKey], numbers: NumberArray) -> None:
         """Note the numbers of unknown keys; a number that has a key must be dropped before."""
+        self._tables.clean_some()
         self._key_of[numbers] = keys
         sets, tags = self._places_of(keys)
         while len(numbers) > _FEW_KEYS:
@@ -272,7 +310,8 @@ def _none_found(count: int) -> NumberArray:
 
 def _aligned_zeros(count: int) -> npt.NDArray[np.uint32]:
     """Return zeros that begin where a line of the processor's cache does, so that no set needs two."""
-    zeros = np.zeros(count + _SET_CELLS, dtype=np.uint32)
+    zeros = np.empty(count + _SET_CELLS, dtype=np.uint32)
+    zeros.fill(0)  # unlike `zeros` of numpy, this meets the memory now
     first = -zeros.ctypes.data // zeros.itemsize % _SET_CELLS
     return zeros[first : first + count]
 

@@ -106,3 +106,14 @@ def test_keys_are_compared_not_only_their_hashes(make: type[KeyIndex]) -> None:
     index = make(NUMBER_COUNT)
     index.put([one, other], slot_array([5, 6]))
     assert index.find([other, third, one, other, one, third]).tolist() == [6, NOT_FOUND, 5, 6, 5, NOT_FOUND]
+
+
+def test_nothing_from_before_a_reset_comes_back() -> None:
+    keys, numbers = make_keys(*range(50_000)), slot_array(range(50_000))
+    index = LargeKeyIndex(100_000)
+    index.put(keys, numbers)
+    for _ in range(3):  # the first of them finds a table that nothing was put into
+        index.clear()
+        assert index.find(keys).max() == NOT_FOUND
+        index.put(keys[:10], numbers[:10])
+        assert index.find(keys[:11]).tolist() == [*range(10), NOT_FOUND]

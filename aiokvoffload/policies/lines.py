@@ -245,8 +245,8 @@ class SlotLines:
         np.subtract.at(counts.residents, numbers, 1)
         for line, count in self._lines_of(slots):
             line.resident_count -= count
-        thinned = numbers[counts.entries[numbers] > 2 * counts.residents[numbers]].tolist()
-        for leaf in [self._leaves[number] for number in dict.fromkeys(thinned)]:
+        thinned = numbers[counts.entries[numbers] > 2 * counts.residents[numbers]]
+        for leaf in [self._leaves[number] for number in _each_once(thinned)]:
             if len(leaf.slots):  # not joined with another one meanwhile
                 self._drop_stale(leaf)
                 self._shrink(leaf)
@@ -357,7 +357,7 @@ class SlotLines:
             self._gain(leaf, len(numbers))
             return
         evictables = self._counts.evictables
-        for number in dict.fromkeys(numbers[evictables[numbers] == 0].tolist()):
+        for number in _each_once(numbers[evictables[numbers] == 0]):
             leaf = self._leaves[number]
             leaf.line.open_leaves.add(leaf)
         np.add.at(evictables, numbers, 1)
@@ -374,7 +374,7 @@ class SlotLines:
             return
         evictables = self._counts.evictables
         np.subtract.at(evictables, numbers, 1)
-        for number in dict.fromkeys(numbers[evictables[numbers] == 0].tolist()):
+        for number in _each_once(numbers[evictables[numbers] == 0]):
             leaf = self._leaves[number]
             leaf.line.open_leaves.discard(leaf)
         for line, count in self._lines_of(slots):
@@ -461,3 +461,9 @@ class SlotLines:
         self._fill(leaf, _NO_SLOTS)
         leaf.line.leaves.discard(leaf)
         self._unused_numbers.append(leaf.number)
+
+
+def _each_once(numbers: LeafNumbers) -> list[int]:
+    """Return leaf numbers without repeats."""
+    distinct: list[int] = np.bincount(numbers).nonzero()[0].tolist()
+    return distinct

@@ -83,16 +83,15 @@ class S3FIFOPolicy(RankedPolicy):
     def _drop_coldest(self, count: int) -> list[int]:
         """Drop the `count` slots that leave first; those of the small queue become ghosts."""
         hand = _Hand(self, count)
-        victims = list(hand.victims())
+        victims = hand.victims()
         self._passes = hand.passes
         gone = [slot for slot, _ in victims]
         self.remove(gone)
         for slot, line in victims:
             if line == _SMALL:
                 self._ghosts.put(self._key_of[slot], 0)
-        for slot, uses in hand.passed_over.items():
-            self._uses[slot] = uses
-        moved = list(hand.passed_over)
+        moved = np.fromiter(hand.passed_over, np.int64, len(hand.passed_over))
+        np.frombuffer(self._uses, dtype=np.uint8)[moved] = np.fromiter(hand.passed_over.values(), np.uint8, len(moved))
         self._rerank(moved, Access(self._latest_tick, depths=[0] * len(moved)), _MAIN)  # behind all of that tick
         return gone
 
@@ -122,34 +121,40 @@ class _Hand:
         self._requeued: deque[int] = deque()
         self._main = chain(policy._lines.evictable_in(_MAIN), _drain(self._requeued))
 
-    def victims(self) -> Iterator[tuple[int, int]]:
-        """Yield the slots that leave, each with the queue that it leaves from."""
+    def victims(self) -> list[tuple[int, int]]:
+        """Return the slots that leave, each with the queue that it leaves from."""
+        victims: list[tuple[int, int]] = []
+        small, main, requeued = self._small, self._main, self._requeued
+        uses_of, passed_over, passes = self._uses, self.passed_over, self.passes
+        small_excess = self._small_excess
         for _ in range(self._count):
-            slot = next(self._demoted, None)
-            yield (slot, _DEMOTED) if slot is not None else self._next_victim()
-
-    def _next_victim(self) -> tuple[int, int]:
-        self.passes = min(_MAX_PASSES, self.passes + _PASSES_PER_VICTIM)
-        while True:
-            slot, line = self._take()
-            uses = self.passed_over.pop(slot, self._uses[slot])
-            is_kept = uses >= _USES_TO_STAY if line == _SMALL else uses > 0
-            if not (is_kept and self.passes):
-                self._small_excess += line != _SMALL
-                return slot, line
-            self.passes -= 1
-            self._small_excess -= line == _SMALL
-            self.passed_over[slot] = 0 if line == _SMALL else uses - 1
-            self._requeued.append(slot)
-
-    def _take(self) -> tuple[int, int]:
-        """Take the next slot of the queue that has to give, or of the other if that is dry."""
-        lines = [(self._small, _SMALL), (self._main, _MAIN)]
-        for queue, line in lines if self._small_excess >= 0 else reversed(lines):
-            slot = next(queue, None)
-            if slot is not None:
-                return slot, line
-        raise RuntimeError("the queues hold fewer blocks than were counted")
+            victim = next(self._demoted, None)
+            if victim is not None:
+                victims.append((victim, _DEMOTED))
+                continue
+            passes = min(_MAX_PASSES, passes + _PASSES_PER_VICTIM)
+            while True:
+                line = _SMALL if small_excess >= 0 else _MAIN
+                slot = next(main if line else small, None)
+                if slot is None:  # that one is dry
+                    line = _MAIN - line
+                    slot = next(main if line else small)
+                if line == _SMALL:
+                    if uses_of[slot] < _USES_TO_STAY or not passes:
+                        break
+                    small_excess -= 1
+                    passed_over[slot] = 0
+                else:
+                    uses = passed_over.pop(slot, uses_of[slot])
+                    if not (uses and passes):
+                        small_excess += 1
+                        break
+                    passed_over[slot] = uses - 1
+                passes -= 1
+                requeued.append(slot)
+            victims.append((slot, line))
+        self.passes = passes
+        return victims
 
 
 def _drain(queue: deque[int]) -> Iterator[int]:
