@@ -2,41 +2,56 @@
 
 Each call into C gives up the GIL and must win it back, which takes up to the switch interval (5 ms) while another
 thread runs Python. A loop of `memmove` over small pages therefore crawls as soon as the process has anything else
-to do. `process_vm_readv` on the own process moves up to 1024 pages per call.
+to do. `process_vm_readv` on the own process moves up to 1024 pages per call, but has each 4 KiB of them looked up. For
+pages in between, `memmove` is faster as long as the GIL comes back at once, so it is tried and watched.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from aiokvoffload.clock import Clock, SystemClock
 from aiokvoffload.devices.base import CopyPlan
 
 MAXIMUM_VECTOR_COUNT = 1024
 """IOV_MAX of Linux: the most descriptors one call takes."""
 
-SINGLE_COPY_BYTES = 1024 * 1024
-"""From this size on a copy is worth a call of its own.
+WATCHED_COPY_BYTES = 64 * 1024
+"""From this size on a copy may be worth a call of its own, if the GIL comes back at once."""
 
-Both ways are about equally fast from 16 KiB on while the GIL is free, and batches are much faster while it is not.
-From this size on memmove gains up to a tenth, and a copy lasts long enough that winning the GIL back matters less.
-"""
+SINGLE_COPY_BYTES = 1024 * 1024
+"""From this size on it always is: it lasts so long that winning the GIL back matters less."""
+
+_SAMPLE_BYTES = 1024 * 1024
+"""So much of a plan's watched copies goes in a batch, which tells how fast those are."""
+_GRACE_SECONDS = 0.0005
+"""How much longer than batches single copies may take before the rest goes in batches."""
+_RETRY_SECONDS = 0.1
+"""For so long after that, all do."""
 
 _ProcessVmReadv = Callable[[int, int, int, int, int, int], int]
+_Copies = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+"""Sources, destinations and byte counts."""
 
 
 class HostCopier:
     """Runs copy plans between addresses of this process.
 
+    Args:
+        clock: By which copies are watched.
+
     Attributes:
         is_vectored: Small copies go in batches; False where the system forbids it, which is slower.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._now = (clock or SystemClock()).now
+        self._retry_at = self._now()
         self._process_vm_readv = _find_process_vm_readv()
         self.is_vectored = self._process_vm_readv is not None and self._probe()
 
@@ -45,17 +60,46 @@ class HostCopier:
 
         Raises:
             OSError: An address is not mapped; part of the plan may have been copied. (Copies of
-                `SINGLE_COPY_BYTES` and more, or all where `is_vectored` is False, crash the process instead.)
+                `WATCHED_COPY_BYTES` and more may crash the process instead, as all do where `is_vectored` is False.)
         """
+        copies = plan.sources, plan.destinations, plan.byte_counts
         if not self.is_vectored:
-            copy_one_by_one(plan.sources, plan.destinations, plan.byte_counts)
+            copy_one_by_one(*copies)
             return
-        is_small = plan.byte_counts < SINGLE_COPY_BYTES
-        if is_small.any():
-            self._copy_vectored(plan.sources[is_small], plan.destinations[is_small], plan.byte_counts[is_small])
-        if not is_small.all():
-            is_big = ~is_small
-            copy_one_by_one(plan.sources[is_big], plan.destinations[is_big], plan.byte_counts[is_big])
+        size_classes = np.searchsorted((WATCHED_COPY_BYTES, SINGLE_COPY_BYTES), plan.byte_counts, side="right")
+        for size_class, copy in enumerate((self._copy_vectored, self._copy_watched, copy_one_by_one)):
+            chosen = size_classes == size_class
+            if chosen.any():
+                copy(*_part(copies, chosen))
+
+    def _copy_watched(
+        self, sources: NDArray[np.int64], destinations: NDArray[np.int64], byte_counts: NDArray[np.int64]
+    ) -> None:
+        """Copy some in a batch, others one by one as long as that is not slower, and the rest in batches."""
+        copies = sources, destinations, byte_counts
+        sample_count = 1 + int(np.searchsorted(np.cumsum(byte_counts), _SAMPLE_BYTES))
+        started = self._now()
+        self._copy_vectored(*_part(copies, slice(sample_count)))
+        sampled = self._now()
+        done_count = sample_count
+        if done_count < len(byte_counts) and sampled >= self._retry_at:
+            seconds_per_byte = (sampled - started) / int(byte_counts[:sample_count].sum())
+            done_count += self._copy_while_prompt(_part(copies, slice(sample_count, None)), seconds_per_byte)
+        if done_count < len(byte_counts):
+            self._copy_vectored(*_part(copies, slice(done_count, None)))
+
+    def _copy_while_prompt(self, copies: _Copies, seconds_per_byte: float) -> int:
+        """Copy one by one until that takes longer than batches would, and return how many were copied."""
+        memmove, now = ctypes.memmove, self._now
+        latest = now() + _GRACE_SECONDS
+        for index, (source, destination, byte_count) in enumerate(_rows(copies)):
+            memmove(destination, source, byte_count)
+            latest += byte_count * seconds_per_byte
+            done_at = now()
+            if done_at > latest:
+                self._retry_at = done_at + _RETRY_SECONDS
+                return index + 1
+        return len(copies[0])
 
     def _copy_vectored(
         self, sources: NDArray[np.int64], destinations: NDArray[np.int64], byte_counts: NDArray[np.int64]
@@ -107,10 +151,18 @@ def copy_one_by_one(
     sources: NDArray[np.int64], destinations: NDArray[np.int64], byte_counts: NDArray[np.int64]
 ) -> None:
     """Move the bytes of each copy with a call of its own."""
-    for source, destination, byte_count in zip(
-        sources.tolist(), destinations.tolist(), byte_counts.tolist(), strict=True
-    ):
+    for source, destination, byte_count in _rows((sources, destinations, byte_counts)):
         ctypes.memmove(destination, source, byte_count)
+
+
+def _rows(copies: _Copies) -> Iterable[tuple[int, int, int]]:
+    sources, destinations, byte_counts = copies
+    return zip(sources.tolist(), destinations.tolist(), byte_counts.tolist(), strict=True)
+
+
+def _part(copies: _Copies, chosen: slice | NDArray[np.bool_]) -> _Copies:
+    sources, destinations, byte_counts = copies
+    return sources[chosen], destinations[chosen], byte_counts[chosen]
 
 
 def _find_process_vm_readv() -> _ProcessVmReadv | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import subprocess
@@ -14,10 +13,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from aiokvoffload.devices import host_copy
 from aiokvoffload.devices.base import Direction
 from aiokvoffload.devices.host import HostDevice
-from aiokvoffload.devices.host_copy import HostCopier
 from aiokvoffload.errors import DeviceError
 from aiokvoffload.testing.device_contract import PATIENCE_SECONDS, DeviceContract
 from aiokvoffload.testing.device_memory import pattern, plan_of
@@ -40,41 +37,6 @@ def waiting_for(gate: threading.Event | threading.Barrier) -> Callable[[], None]
         gate.wait(PATIENCE_SECONDS)
 
     return work
-
-
-def test_vectored_copies_work_on_this_system() -> None:
-    assert HostCopier().is_vectored
-
-
-def test_a_system_that_forbids_vectored_copies_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_copy, "_find_process_vm_readv", lambda: lambda *_: -1)
-    copier = HostCopier()
-    assert not copier.is_vectored
-    source, target = pattern(100), np.zeros(100, np.uint8)
-    copier.copy(plan_of(Direction.LOAD, [(source.ctypes.data, target.ctypes.data, 100)]))
-    assert np.array_equal(source, target)
-
-
-@pytest.mark.parametrize("most_bytes", [1, 7, 64, 1000])
-def test_copies_that_stop_early_are_finished(most_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    genuine = host_copy._find_process_vm_readv()
-    assert genuine is not None
-
-    def stops_early(process: int, local: int, local_count: int, remote: int, remote_count: int, flags: int) -> int:
-        vectors = [np.ctypeslib.as_array((ctypes.c_int64 * 2).from_address(at)) for at in (local, remote)]
-        full = int(vectors[0][1])
-        for vector in vectors:
-            vector[1] = min(full, most_bytes)
-        return genuine(process, local, 1, remote, 1, flags)
-
-    monkeypatch.setattr(host_copy, "_find_process_vm_readv", lambda: stops_early)
-    copier = HostCopier()
-    assert copier.is_vectored
-    source, target = pattern(3000), np.zeros(3000, np.uint8)
-    copies = [(source.ctypes.data + at, target.ctypes.data + at, size) for at, size in ((0, 64), (64, 936), (1000, 1))]
-    copier.copy(plan_of(Direction.LOAD, copies))
-    assert np.array_equal(source[:1001], target[:1001])
-    assert not target[1001:].any()
 
 
 def test_an_address_that_is_not_mapped_fails_the_event() -> None:
