@@ -143,6 +143,13 @@ class Device(ABC):
     def record(self, stream: Stream) -> Event:
         """Return an event that is done once all work now in `stream` is done."""
 
+    def mark(self, stream: Stream) -> Event:
+        """Return such an event that the host does not wait for, so that no doorbell has to ring for it.
+
+        It is for streams that wait for it, and for the time since.
+        """
+        return self.record(stream)
+
     @abstractmethod
     def is_done(self, event: Event) -> bool:
         """Return whether the work before `event` is over, without waiting.

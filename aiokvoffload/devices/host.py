@@ -21,9 +21,10 @@ logger = logging.getLogger(__name__)
 class HostEvent(Event):
     """An event of a `HostDevice`."""
 
-    def __init__(self, device: HostDevice, stream_name: str) -> None:
+    def __init__(self, device: HostDevice, stream_name: str, *, is_awaited: bool) -> None:
         self.device = weakref.ref(device)
         self.stream_name = stream_name
+        self.is_awaited = is_awaited
         self.over = threading.Event()
         self.error: BaseException | None = None
         self.seconds = 0.0
@@ -68,7 +69,8 @@ class StreamThread:
             if isinstance(operation, HostEvent):
                 operation.finish(error)
                 error = None
-                self._doorbells.ring()
+                if operation.is_awaited:
+                    self._doorbells.ring()
             elif self._is_abandoned:
                 error = error or ClosedError("the device was closed before this work began")
             else:
@@ -120,10 +122,11 @@ class HostDevice(SimulatedDevice):
 
     def record(self, stream: Stream) -> HostEvent:
         """Return an event that is done once all work now in `stream` is done."""
-        owned = self._own_stream(stream)
-        event = HostEvent(self, owned.name)
-        owned.thread.put(event)
-        return event
+        return self._put_event(stream, is_awaited=True)
+
+    def mark(self, stream: Stream) -> HostEvent:
+        """Return such an event that no doorbell rings for."""
+        return self._put_event(stream, is_awaited=False)
 
     def is_done(self, event: Event) -> bool:
         """Return whether the work before `event` is over; takes no lock."""
@@ -189,6 +192,12 @@ class HostDevice(SimulatedDevice):
         for stream in streams:
             if not stream.thread.join(max(0.0, deadline - time.perf_counter())):
                 logger.warning("stream %r has not ended in time; the rest of its work will be skipped", stream.name)
+
+    def _put_event(self, stream: Stream, *, is_awaited: bool) -> HostEvent:
+        owned = self._own_stream(stream)
+        event = HostEvent(self, owned.name, is_awaited=is_awaited)
+        owned.thread.put(event)
+        return event
 
     def _check_open(self) -> None:
         if self._is_closed:

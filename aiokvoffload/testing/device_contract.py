@@ -92,6 +92,21 @@ class DeviceContract(ABC):
         release()
         finish(device, after)
 
+    def test_a_mark_is_an_event(self, device: Device) -> None:
+        """Whether a doorbell rings for it or not, it is done, waited for and timed like any other."""
+        stream, other = device.create_stream("marked"), device.create_stream("other")
+        release = self.hold(device, stream)
+        mark = device.mark(stream)
+        device.wait_event(other, mark)
+        behind, end = device.record(other), device.record(stream)
+        assert not device.is_done(mark)
+        assert not device.is_done(behind)
+        release()
+        for event in (mark, behind, end):
+            finish(device, event)
+            assert device.is_done(event)
+        assert device.elapsed_seconds(mark, end) >= 0.0
+
     def test_work_of_one_stream_runs_in_order(self, device: Device) -> None:
         """Each batch copies what the one before it has brought."""
         host = [self.make_host_memory(np.zeros(4096, np.uint8)) for _ in range(8)]

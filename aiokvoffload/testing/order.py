@@ -156,9 +156,16 @@ class OrderChecker(SimulatedDevice):
 
     def record(self, stream: Stream) -> Event:
         """Record an event that knows what its stream knows."""
+        return self._record(stream, self.wrapped.record)
+
+    def mark(self, stream: Stream) -> Event:
+        """Record an event of the other kind that does."""
+        return self._record(stream, self.wrapped.mark)
+
+    def _record(self, stream: Stream, record: Callable[[Stream], Event]) -> Event:
         with self._lock:
             clock = self._reach(stream).clock.copy()
-            event = self.wrapped.record(stream)
+            event = record(stream)
             self._clock_of[event] = clock
         return event
 

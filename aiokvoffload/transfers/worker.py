@@ -105,7 +105,7 @@ class OffloadingWorker(TransferWorker):
             with suppress(DeviceError):  # failed work is over; another device's event is refused here
                 return None if self._device.is_done(after) else after
             return None
-        return self._device.record(self._device.adopt_stream(after))
+        return self._device.mark(self._device.adopt_stream(after))
 
     def submit(self, transfer: Transfer) -> None:
         """Take a transfer over, and send it if there is room."""
@@ -358,7 +358,7 @@ class OffloadingWorker(TransferWorker):
                     self._device.wait_event(stream, self._end_event(other, other.stream))
             if transfer.after is not None:
                 self._device.wait_event(stream, transfer.after)
-            transfer.start_event = self._device.record(stream)
+            transfer.start_event = self._device.mark(stream)
         except Exception as exc:  # noqa: BLE001  told by the transfer; nothing has been submitted
             self._fail(transfer, exc)
             return

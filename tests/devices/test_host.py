@@ -138,6 +138,21 @@ def test_a_doorbell_rings_once_its_event_is_done() -> None:
     device.close()
 
 
+def test_no_doorbell_rings_for_a_mark() -> None:
+    device = HostDevice()
+    stream = device.create_stream("marked")
+    done: list[bool] = []
+    gate = threading.Event()
+    device.launch(stream, waiting_for(gate))
+    mark, end = device.mark(stream), device.record(stream)
+    device.add_doorbell(lambda: done.append(device.is_done(end)))
+    gate.set()
+    assert device.synchronize(device.record(stream), PATIENCE_SECONDS)
+    device.close()
+    assert mark.over.is_set()
+    assert done == [True, True]
+
+
 def test_the_thread_of_a_forgotten_stream_ends() -> None:
     device = HostDevice()
     stream = device.create_stream("forgotten")
