@@ -28,7 +28,7 @@ from aiokvoffload.tiers.fs.writers import Writer
 from aiokvoffload.tiers.outcomes import BlockResult
 from aiokvoffload.tiers.slots import check_capacity
 from aiokvoffload.tiers.statistics import Holdings
-from aiokvoffload.tiers.threaded import DEFAULT_THREAD_COUNT, ThreadedTier
+from aiokvoffload.tiers.threaded import ThreadedTier
 from aiokvoffload.tiers.threads import call_bounded
 from aiokvoffload.tiers.url import TierUrl
 
@@ -40,6 +40,8 @@ _OPENING_PATIENCE_SECONDS = 0.25
 _CLOSING_SECONDS = 1.0
 _SMALLEST_FILE_BYTES = 2 * FILE_ALIGNMENT_BYTES
 _MANY_SLOTS = 1 << 16
+_THREAD_COUNT = 8
+"""More than a disk needs to be busy: meanwhile some wait for the interpreter's lock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +68,7 @@ class FileTierOptions:
     keep_free_bytes: int = 1 << 30
     budget_bytes: int | None = None
     io: str = "auto"
-    thread_count: int = DEFAULT_THREAD_COUNT
+    thread_count: int = _THREAD_COUNT
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     limits: BreakerLimits | None = None
     upkeep_seconds: float | None = 0.1
