@@ -307,7 +307,7 @@ def _bytes(value: float) -> str:
 
 
 def _bandwidth(value: float) -> str:
-    return f"{value:.2f} GB/s"
+    return f"{value:.2f} GB/s" if value >= 0.1 else f"{1_000 * value:.2f} MB/s"
 
 
 def _milliseconds(value: float) -> str:

@@ -107,6 +107,11 @@ def test_a_figure_that_is_not_finite_is_no_json() -> None:
         replace(REPORT, seconds=math.inf).to_json()
 
 
+def test_a_low_bandwidth_is_not_rounded_away() -> None:
+    rows = dict(replace(REPORT, load_gigabytes_per_second=0.00123).table_rows())
+    assert rows["load bandwidth"] == "1.23 MB/s"
+
+
 def test_figures_are_worded_for_people() -> None:
     assert REPORT.table_rows() == [
         ("policy", "lru"),
