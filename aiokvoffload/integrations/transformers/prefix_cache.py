@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 
@@ -34,7 +34,7 @@ from aiokvoffload.integrations.transformers.layout import (
 from aiokvoffload.integrations.transformers.prefix import Request, RestoredPrefix, forward_inputs
 from aiokvoffload.integrations.transformers.restoring import Restorer
 from aiokvoffload.integrations.transformers.saving import Saver
-from aiokvoffload.integrations.transformers.scratch import ScratchBlocks
+from aiokvoffload.integrations.transformers.scratch import ScratchBlocks, new_block_tensors
 from aiokvoffload.keys import CacheIdentity
 from aiokvoffload.offloader import Deadlines, Offloader, open_offloader
 from aiokvoffload.offloader.parts import TierChoice
@@ -42,6 +42,9 @@ from aiokvoffload.specs import ReqContext
 
 Prompts = torch.Tensor | Sequence[int] | Sequence[Sequence[int]]
 """One prompt, or several of any lengths, or a tensor with one row per prompt, padded on the left."""
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 class PrefixCache:
@@ -137,7 +140,8 @@ class PrefixCache:
             stack.callback(self._compute.close)
             layout = self._layout = await self._compute.run(probe_layout, self._model)
             identity = self._identity or await self._compute.run(identity_of, self._model)
-            scratch = ScratchBlocks(layout, self._block_tokens, self._scratch_count)
+            sizes = self._block_tokens, self._scratch_count
+            scratch = ScratchBlocks(layout, await self._compute.run(new_block_tensors, layout, *sizes), *sizes)
             self._offloader = await stack.enter_async_context(
                 open_offloader(scratch.kv_caches(), identity=identity, compute_stream=stream, **self._options)
             )
@@ -165,6 +169,26 @@ class PrefixCache:
         """
         self._check_open()
         return self._offloader
+
+    async def run(
+        self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Result:
+        """Call a function in the model's thread, without gradients, and return what it returns.
+
+        A generation loop of your own belongs there: the event loop lives, no other call of this cache uses the model at
+        the same time, and on a CPU PyTorch keeps one team of worker threads, not one for each thread that computes.
+        Cancelled, it takes back a call that has not begun, and otherwise waits for its end.
+
+        Args:
+            function: What to call.
+            args: What it takes.
+            kwargs: The same, by name.
+
+        Raises:
+            Exception: Whatever `function` raises.
+        """
+        self._check_open()
+        return await self._compute.run(function, *args, **kwargs)
 
     async def restore(
         self,
