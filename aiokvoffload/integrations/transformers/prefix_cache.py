@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, Self
 
 import torch
 
@@ -42,9 +42,6 @@ from aiokvoffload.specs import ReqContext
 
 Prompts = torch.Tensor | Sequence[int] | Sequence[Sequence[int]]
 """One prompt, or several of any lengths, or a tensor with one row per prompt, padded on the left."""
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 
 
 class PrefixCache:
@@ -169,26 +166,6 @@ class PrefixCache:
         """
         self._check_open()
         return self._offloader
-
-    async def run(
-        self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
-    ) -> Result:
-        """Call a function in the model's thread, without gradients, and return what it returns.
-
-        A generation loop of your own belongs there: the event loop lives, no other call of this cache uses the model at
-        the same time, and on a CPU PyTorch keeps one team of worker threads, not one for each thread that computes.
-        Cancelled, it takes back a call that has not begun, and otherwise waits for its end.
-
-        Args:
-            function: What to call.
-            args: What it takes.
-            kwargs: The same, by name.
-
-        Raises:
-            Exception: Whatever `function` raises.
-        """
-        self._check_open()
-        return await self._compute.run(function, *args, **kwargs)
 
     async def restore(
         self,
