@@ -34,7 +34,7 @@ def pack_linear_layers(model: Any) -> int:
     there are few rows: a forward over 12 tokens takes a third less time so, and one over 500 a tenth less. Where this
     build of PyTorch has no oneDNN, nothing changes.
     """
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return 0
     linears = [
         (parent, name, child)

@@ -106,7 +106,7 @@ class ScratchBlocks:
                 tokens = blocks_of[layer.index][run.start : run.stop].movedim(0, 1)
                 into = row[:, columns.start : columns.stop]
                 if columns == loaded:
-                    into.unflatten(1, (len(run), self.block_tokens)).copy_(tokens)
+                    into.view(tokens.shape).copy_(tokens)
                 else:
                     into.copy_(tokens.flatten(1, 2)[:, columns.start - loaded.start : columns.stop - loaded.start])
 
