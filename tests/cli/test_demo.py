@@ -12,22 +12,28 @@ import pytest
 import torch
 
 from aiokvoffload.cli.demo.chat_model import ChatModel, Conversation
+from aiokvoffload.cli.demo.matmul import PackedLinear, pack_linear_layers
 from aiokvoffload.cli.demo.options import DemoOptions
 from aiokvoffload.cli.demo.report import DemoReport, RequestReport
 from aiokvoffload.cli.demo.script import SYSTEM_PROMPT
 from aiokvoffload.cli.main import run
 from aiokvoffload.errors import ConfigurationError
+from aiokvoffload.integrations.transformers.identity import identity_of
 
 transformers: Any = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+HAS_ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise")
 END = "<|end|>"
 TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
-REQUESTS = ["turn 1", "turn 2", "turn 3", "Ada", "Ben", "Cleo", "turn 3 again"]
+REQUESTS = [
+    *("turn 1", "turn 2", "turn 3", "Ada", "Ben", "Cleo"),
+    *("Dora, bar", "Emil, bar", "Fay, bar", "turn 3 again", "Gil, bar"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +85,14 @@ def test_it_restores_what_it_has_seen_and_says_the_same(
     requests = found["requests"]
     assert [request["name"] for request in requests] == REQUESTS
     assert all(request["are_tokens_equal"] for request in requests)
-    assert requests[0]["restored_tokens"] == 0
-    assert [request["restored_from"] for request in requests] == ["", *["CPU memory"] * 5, "disk"]
-    for request in requests[1:]:
-        assert request["restored_tokens"] >= requests[0]["prompt_tokens"] - 48
+    first = {"bar" in request["name"]: request for request in reversed(requests)}  # with each system prompt
+    from_memory = ["", *["CPU memory"] * 5, "", *["CPU memory"] * 2]
+    assert [request["restored_from"] for request in requests] == [*from_memory, "disk", "disk"]
+    assert [first[is_at_bar]["restored_tokens"] for is_at_bar in (False, True)] == [0, 0]
+    for request in requests:
+        if request in first.values():
+            continue
+        assert request["restored_tokens"] >= first["bar" in request["name"]]["prompt_tokens"] - 48
         assert request["prompt_tokens"] - request["restored_tokens"] < 64
         assert request["speedup"] == request["first_token_seconds_without"] / request["first_token_seconds"]
     (tier,) = found["tiers"]
@@ -101,13 +111,41 @@ def test_a_second_process_goes_on_from_a_tier_that_stays(
     assert run(["demo", *arguments]) == 0
     printed = capsys.readouterr().out
     lines = {line.split("  ")[0]: line for line in printed.splitlines()}
-    assert [*lines][:9] == ["request", *REQUESTS, "turn 4, new process"]
-    assert "disk" in lines["turn 4, new process"]
-    assert all(lines[name].endswith("yes") for name in REQUESTS)
+    served = [*REQUESTS, "turn 4, new process", "Hal, bar, new process"]
+    assert [*lines][: len(served) + 1] == ["request", *served]
+    assert all("disk" in lines[name] for name in served[-2:])
+    assert all(lines[name].endswith("yes") for name in served)
     assert (tmp_path / "kv").is_dir()
     drawn = picture.read_text()
     assert "turn" in drawn
     assert "font-face" not in drawn
+
+
+def test_onednn_computes_the_linear_layers_with_the_parameters_they_had(model: Path) -> None:
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
+    ours = ChatModel.load(str(model)).model
+    layers = [module for module in ours.modules() if isinstance(module, PackedLinear)]
+    if not HAS_ONEDNN:
+        assert not layers
+        return
+    assert len(layers) == 2 * 7 + 1  # four products of attention and three behind it, and the head
+    assert not any(isinstance(module, torch.nn.Linear) for module in ours.modules())
+    assert dict(ours.named_parameters()).keys() == dict(theirs.named_parameters()).keys()
+    assert identity_of(ours) == identity_of(theirs)
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens).logits, theirs(tokens).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_layers_in_float32_are_packed(dtype: torch.dtype) -> None:
+    layers = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2, bias=False)).to(dtype)
+    rows = torch.ones(4, 3, dtype=dtype)
+    expected = layers(rows)
+    has_any = dtype is torch.float32 and HAS_ONEDNN
+    assert pack_linear_layers(layers) == (2 if has_any else 0)
+    with torch.no_grad():
+        torch.testing.assert_close(layers(rows), expected)
 
 
 def test_a_table_says_where_an_answer_changed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import anyio
 import pytest
 import torch
 from offloader_rig import on_both_loops
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers_rig import MODELS, WITH_WINDOWS, forward, go_on, new_cache, open_cache, prompt, tiny_model
 
 from aiokvoffload.errors import ClosedError, ConfigurationError, InvalidRequestError, StateError
@@ -240,3 +241,27 @@ async def test_it_is_open_once_and_inside_its_context() -> None:
         PrefixCache(tiny_model(), cpu_bytes=1 << 20, scratch_tokens=8)
     with pytest.raises(ConfigurationError, match="cpu_bytes is 1"):
         await PrefixCache(tiny_model(), cpu_bytes=1).__aenter__()
+
+
+class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]  # not typed by PyTorch
+    """Notes the most elements that an operation of this thread has returned."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # the same
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.elements = max(self.elements, made.numel())
+        return made
+
+
+@on_both_loops
+async def test_keys_and_values_are_only_handled_in_the_models_thread() -> None:
+    """They would block the event loop, and PyTorch would keep a team of threads for the thread of that, too."""
+    async with open_cache(tiny_model()) as cache:
+        with LargestTensor() as largest:
+            first, second = [await cache.generate(TOKENS, max_new_tokens=2) for _ in range(2)]
+    assert (first.restored_tokens, second.restored_tokens) == ((0,), (44,))
+    assert largest.elements == len(TOKENS) + 1  # the tokens themselves

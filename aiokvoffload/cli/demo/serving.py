@@ -13,7 +13,16 @@ import torch
 from aiokvoffload.cli.demo.chat_model import ChatModel, Conversation, Turn
 from aiokvoffload.cli.demo.options import DemoOptions
 from aiokvoffload.cli.demo.report import DemoReport, RequestReport, medium_of
-from aiokvoffload.cli.demo.script import AFTER_RESTART, CONVERSATION, OTHER_GUESTS, SYSTEM_PROMPT
+from aiokvoffload.cli.demo.script import (
+    AFTER_RESTART,
+    BAR_AFTER_RESTART,
+    BAR_FROM_DISK,
+    BAR_GUESTS,
+    CONVERSATION,
+    OTHER_GUESTS,
+    SHORT_SYSTEM_PROMPT,
+    SYSTEM_PROMPT,
+)
 from aiokvoffload.cli.report import TierReport
 from aiokvoffload.cli.stall import LoopStallMeter
 from aiokvoffload.clock import Clock, SystemClock
@@ -21,6 +30,7 @@ from aiokvoffload.integrations.transformers import PrefixCache
 
 _STALL_INTERVAL_SECONDS = 0.002
 _WARM_UP_TOKENS = 64
+_BLOCK_TOKENS = 16
 
 Say = Callable[[str], None]
 
@@ -74,8 +84,11 @@ class Desk:
         self._one_at_a_time = anyio.CapacityLimiter(1)
 
     async def warm_up(self, prompt: Sequence[int]) -> None:
-        """Let the model answer a short piece of a prompt: the first answer of all takes longer than later ones."""
-        await self.answer_plainly(prompt[:_WARM_UP_TOKENS])
+        """Let the model answer a short piece of a prompt, both ways: first answers take longer than later ones."""
+        start = prompt[:_WARM_UP_TOKENS]
+        await self.answer_plainly(start)
+        for _ in range(2):  # the second time it is restored; the salt keeps it from what is measured
+            await self._cache.generate(start, max_new_tokens=self._new_tokens, salt="warm-up")
 
     async def answer_plainly(self, prompt: Sequence[int]) -> PlainAnswer:
         """Let Transformers compute the whole prompt and generate."""
@@ -104,12 +117,19 @@ class Desk:
         return report
 
     async def serve(self, name: str, prompt: Sequence[int], session: str) -> tuple[RequestReport, PlainAnswer]:
-        """Answer one prompt both ways."""
+        """Answer one prompt both ways, while nothing is being written."""
+        await self._cache.offloader.wait_written()
         plain = await self.answer_plainly(prompt)
         return await self.answer(name, prompt, plain, session), plain
 
+    async def serve_at_bar(self, name: str, question: str) -> RequestReport:
+        """Answer a question that comes after the short system prompt, both ways."""
+        report, _ = await self.serve(name, Conversation(self._chat, SHORT_SYSTEM_PROMPT).ask(question), name)
+        return report
+
     async def serve_all(self, prompts: dict[str, list[int]]) -> list[RequestReport]:
         """Answer several prompts at the same time, first all without offloading and then all with it."""
+        await self._cache.offloader.wait_written()
         plain: dict[str, PlainAnswer] = {}
         reports: dict[str, RequestReport] = {}
 
@@ -159,7 +179,7 @@ class Desk:
 async def serve_conversations(
     options: DemoOptions, chat: ChatModel, tiers: Sequence[str], say: Say
 ) -> tuple[DemoReport, list[Turn]]:
-    """Serve a conversation turn by turn, other guests at the same time, and the last turn again from the tiers.
+    """Serve a conversation turn by turn, other guests at the same time, those of the bar, and from the tiers.
 
     Returns:
         What was found, and the conversation.
@@ -176,8 +196,10 @@ async def serve_conversations(
             say(f"    {question} {conversation.hear(plain.tokens)!r}")
         others = {name: Conversation(chat, SYSTEM_PROMPT).ask(text) for name, text in OTHER_GUESTS.items()}
         reports += await desk.serve_all(others)
+        reports += [await desk.serve_at_bar(name, text) for name, text in BAR_GUESTS.items()]
         await desk.empty_memory()
         reports.append(await desk.answer(f"turn {turn} again", prompt, plain, "conversation"))
+        reports.append(await desk.serve_at_bar(*BAR_FROM_DISK))
         return desk.report(reports), conversation.turns
 
 
@@ -191,14 +213,14 @@ async def go_on_after_restart(
         await desk.warm_up(prompt)
         report, plain = await desk.serve(f"turn {len(turns) + 1}, new process", prompt, "conversation")
         say(f"    {AFTER_RESTART} {conversation.hear(plain.tokens)!r}")
-        return desk.report([report])
+        return desk.report([report, await desk.serve_at_bar(*BAR_AFTER_RESTART)])
 
 
 @asynccontextmanager
 async def _desk(options: DemoOptions, chat: ChatModel, tiers: Sequence[str], say: Say) -> AsyncIterator[Desk]:
     clock = SystemClock()
     async with (
-        PrefixCache(chat.model, cpu_bytes=options.cpu_bytes, tiers=tiers) as cache,
+        PrefixCache(chat.model, cpu_bytes=options.cpu_bytes, block_tokens=_BLOCK_TOKENS, tiers=tiers) as cache,
         LoopStallMeter(clock, interval_seconds=_STALL_INTERVAL_SECONDS) as meter,
     ):
         yield Desk(chat, cache, options.new_tokens, say, clock, meter)

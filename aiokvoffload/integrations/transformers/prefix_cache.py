@@ -34,7 +34,7 @@ from aiokvoffload.integrations.transformers.layout import (
 from aiokvoffload.integrations.transformers.prefix import Request, RestoredPrefix, forward_inputs
 from aiokvoffload.integrations.transformers.restoring import Restorer
 from aiokvoffload.integrations.transformers.saving import Saver
-from aiokvoffload.integrations.transformers.scratch import ScratchBlocks
+from aiokvoffload.integrations.transformers.scratch import ScratchBlocks, new_block_tensors
 from aiokvoffload.keys import CacheIdentity
 from aiokvoffload.offloader import Deadlines, Offloader, open_offloader
 from aiokvoffload.offloader.parts import TierChoice
@@ -137,7 +137,8 @@ class PrefixCache:
             stack.callback(self._compute.close)
             layout = self._layout = await self._compute.run(probe_layout, self._model)
             identity = self._identity or await self._compute.run(identity_of, self._model)
-            scratch = ScratchBlocks(layout, self._block_tokens, self._scratch_count)
+            sizes = self._block_tokens, self._scratch_count
+            scratch = ScratchBlocks(layout, await self._compute.run(new_block_tensors, layout, *sizes), *sizes)
             self._offloader = await stack.enter_async_context(
                 open_offloader(scratch.kv_caches(), identity=identity, compute_stream=stream, **self._options)
             )

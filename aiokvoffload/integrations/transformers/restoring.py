@@ -47,14 +47,14 @@ class Restorer(BlockMover):
             tickets, column_count = await self._match(batch, request, keys, pins)
             if not column_count:
                 return nothing
-            tensors = self._new_tensors(len(batch.rows), column_count)
+            tensors: Tensors = {}
             for row, ticket in enumerate(tickets):
                 blocks = ticket.token_count // self._block_tokens
                 if column_count > batch.padding(row) and not await self._load_row(
                     batch, request, row, keys[row], blocks, column_count, tensors
                 ):
                     return nothing
-        await self._compute.run(self._install, cache, tensors, column_count)
+        self._install(cache, tensors, column_count)
         restored = (max(0, column_count - batch.padding(row)) for row in range(len(batch.rows)))
         return Found(
             column_count, tuple(max(0, tokens - found) for tokens, found in zip(restored, in_memory, strict=True))
@@ -112,8 +112,7 @@ class Restorer(BlockMover):
             try:
                 if not (await handle).success:
                     return False
-                padding = batch.padding(row)
-                await self._compute.run(self._copy, tensors, row, blocks, sizes, firsts, padding, column_count)
+                await self._compute.run(self._copy, tensors, batch, row, blocks, sizes, firsts, column_count)
             except BlocksInFlightError as exc:
                 _logger.warning("a prefix is computed again: %s", exc)
                 return False
@@ -144,28 +143,32 @@ class Restorer(BlockMover):
         count = next((place for place, result in enumerate(results) if result is not LookupResult.HIT), len(keys))
         return count * self._block_tokens
 
-    def _new_tensors(self, row_count: int, column_count: int) -> Tensors:
+    def _new_tensors(self, batch: Batch, column_count: int) -> Tensors:
         """Return keys and values of each layer, `(rows, heads, columns, elements)`, padding as zeros."""
-        device = self._layout.device
+        device, row_count = self._layout.device, len(batch.rows)
+        new = torch.zeros if batch.is_padded else torch.empty  # all columns of a row without padding are copied
         tensors = {}
         for layer in self._layout.layers:
             kept = column_count - layer.first_column(column_count)
             shapes = ((heads, kept, elements) for heads, elements in (layer.key_shape, layer.value_shape))
-            keys, values = (torch.zeros(row_count, *shape, dtype=layer.dtype, device=device) for shape in shapes)
+            keys, values = (new(row_count, *shape, dtype=layer.dtype, device=device) for shape in shapes)
             tensors[layer.index] = keys, values
         return tensors
 
     def _copy(
         self,
         tensors: Tensors,
+        batch: Batch,
         row: int,
         blocks: Sequence[int],
         sizes: Sequence[int],
         firsts: Sequence[int],
-        padding: int,
         column_count: int,
     ) -> None:
-        """Copy what was loaded into the columns of a row that the layers keep."""
+        """Copy what was loaded into the columns of a row that the layers keep; the first call makes the tensors."""
+        if not tensors:
+            tensors.update(self._new_tensors(batch, column_count))
+        padding = batch.padding(row)
         for group, size, first in zip(self._layout.groups, sizes, firsts, strict=True):
             kept_from = group[0].first_column(column_count)
             loaded = range(padding + first * self._block_tokens, padding + (first + size) * self._block_tokens)

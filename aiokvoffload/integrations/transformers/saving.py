@@ -11,7 +11,7 @@ from aiokvoffload.errors import BlocksInFlightError
 from aiokvoffload.integrations.transformers.batch import Batch
 from aiokvoffload.integrations.transformers.moving import BlockMover
 from aiokvoffload.integrations.transformers.prefix import Request
-from aiokvoffload.integrations.transformers.scratch import first_kept_column
+from aiokvoffload.integrations.transformers.scratch import first_kept_column, runs
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.offloader import TransferHandle
 from aiokvoffload.specs import LookupResult, StoreOutcome
@@ -106,13 +106,3 @@ class Saver(BlockMover):
             raise
         handle.on_idle(lambda _: self._scratch.give_back(blocks))
         return handle
-
-
-def runs(blocks: Sequence[int], longest: int) -> Iterator[range]:
-    """Split ascending numbers into ranges of neighbours, none longer than `longest`."""
-    start = 0
-    for place in range(1, len(blocks) + 1):
-        is_last = place == len(blocks)
-        if is_last or blocks[place] != blocks[place - 1] + 1 or place - start == longest:
-            yield range(blocks[start], blocks[place - 1] + 1)
-            start = place

@@ -6,7 +6,7 @@ blocks that were loaded. There are a few such blocks, which requests take in tur
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import anyio
@@ -21,16 +21,16 @@ class ScratchBlocks:
 
     Args:
         layout: What a block holds.
+        tensors: Their memory, see `new_block_tensors`.
         block_tokens: Tokens of a block.
         block_count: How many there are.
     """
 
-    def __init__(self, layout: CacheLayout, block_tokens: int, block_count: int) -> None:
+    def __init__(self, layout: CacheLayout, tensors: BlockTensors, block_tokens: int, block_count: int) -> None:
         self.block_tokens = block_tokens
         self.block_count = block_count
         self._layout = layout
-        self._keys = self._tensors(block_count, {layer.index: layer.key_shape for layer in layout.layers})
-        self._values = self._tensors(block_count, {layer.index: layer.value_shape for layer in layout.layers})
+        self._keys, self._values = tensors
         self._free = list(range(block_count))
         self._line = anyio.Lock()
         self._change = anyio.Event()
@@ -97,19 +97,54 @@ class ScratchBlocks:
             source: Which tokens, counted from the first block's start.
             first_column: Where the first of them goes.
         """
-        chosen = torch.tensor(blocks, device=self._layout.device)
-        for blocks_of, row in ((self._keys, keys), (self._values, values)):
-            tokens = blocks_of[layer.index][chosen].movedim(0, 1).flatten(1, 2)
-            row[:, first_column : first_column + len(source)] = tokens[:, source.start : source.stop]
+        stop = first_column - source.start
+        for run in runs(blocks, len(blocks)):
+            loaded = range(stop, stop + len(run) * self.block_tokens)
+            stop = loaded.stop
+            columns = range(max(loaded.start, first_column), min(loaded.stop, first_column + len(source)))
+            for blocks_of, row in ((self._keys, keys), (self._values, values)) if columns else ():
+                tokens = blocks_of[layer.index][run.start : run.stop].movedim(0, 1)
+                into = row[:, columns.start : columns.stop]
+                if columns == loaded:
+                    into.view(tokens.shape).copy_(tokens)
+                else:
+                    into.copy_(tokens.flatten(1, 2)[:, columns.start - loaded.start : columns.stop - loaded.start])
 
-    def _tensors(self, block_count: int, shapes: dict[int, tuple[int, int]]) -> dict[int, torch.Tensor]:
-        dtypes = {layer.index: layer.dtype for layer in self._layout.layers}
+
+BlockTensors = tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]
+"""Keys and values of each layer, `(blocks, heads, tokens, elements)`."""
+
+
+def new_block_tensors(layout: CacheLayout, block_tokens: int, block_count: int) -> BlockTensors:
+    """Return the memory of scratch blocks, as zeros."""
+
+    def tensors(shapes: dict[int, tuple[int, int]]) -> dict[int, torch.Tensor]:
         return {
-            index: torch.zeros(
-                block_count, heads, self.block_tokens, elements, dtype=dtypes[index], device=self._layout.device
+            layer.index: torch.zeros(
+                block_count,
+                shapes[layer.index][0],
+                block_tokens,
+                shapes[layer.index][1],
+                dtype=layer.dtype,
+                device=layout.device,
             )
-            for index, (heads, elements) in shapes.items()
+            for layer in layout.layers
         }
+
+    return (
+        tensors({layer.index: layer.key_shape for layer in layout.layers}),
+        tensors({layer.index: layer.value_shape for layer in layout.layers}),
+    )
+
+
+def runs(blocks: Sequence[int], longest: int) -> Iterator[range]:
+    """Split numbers into ranges of neighbours, none longer than `longest`, in their order."""
+    start = 0
+    for place in range(1, len(blocks) + 1):
+        is_last = place == len(blocks)
+        if is_last or blocks[place] != blocks[place - 1] + 1 or place - start == longest:
+            yield range(blocks[start], blocks[place - 1] + 1)
+            start = place
 
 
 def first_kept_column(layer: Any) -> int:

@@ -1,0 +1,42 @@
+"""Blocks between a model's cache and the offloader."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers_rig import tiny_model, transformers
+
+from aiokvoffload.integrations.transformers.layout import probe_layout
+from aiokvoffload.integrations.transformers.scratch import ScratchBlocks, new_block_tensors, runs
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BLOCK_TOKENS = 4
+TOKENS = 20
+
+
+@pytest.mark.parametrize("blocks", [[0, 1, 2, 3, 4], [5, 6, 0, 1, 4], [6, 5, 4, 3, 2], [2]])
+@pytest.mark.parametrize("cut", [(0, 0), (1, 0), (3, 2), (0, 3), (1, 1)])
+def test_what_was_filled_is_emptied_into_its_columns(blocks: list[int], cut: tuple[int, int]) -> None:
+    layout = probe_layout(tiny_model())
+    scratch = ScratchBlocks(layout, new_block_tensors(layout, BLOCK_TOKENS, 7), BLOCK_TOKENS, 7)
+    cache = transformers.DynamicCache()
+    tensors = {}
+    for layer in layout.layers:
+        shapes = ((2, heads, TOKENS, elements) for heads, elements in (layer.key_shape, layer.value_shape))
+        tensors[layer.index] = tuple(torch.randn(shape) for shape in shapes)
+        cache.update(*tensors[layer.index], layer.index)
+    scratch.fill(0, blocks, cache, 1, 0)
+    source = range(cut[0], len(blocks) * BLOCK_TOKENS - cut[1])
+    for layer in layout.layers:
+        new = [torch.zeros_like(tensor[1]) for tensor in tensors[layer.index]]
+        scratch.empty(layer, blocks, new[0], new[1], source, 0)
+        for made, tensor in zip(new, tensors[layer.index], strict=True):
+            assert torch.equal(made[:, : len(source)], tensor[1, :, source.start : source.stop])
+            assert not made[:, len(source) :].any()
+
+
+def test_numbers_are_split_into_runs_of_neighbours_in_their_order() -> None:
+    assert list(runs([5, 6, 0, 1, 2, 4], 6)) == [range(5, 7), range(3), range(4, 5)]
+    assert list(runs([5, 6, 7, 8, 9], 2)) == [range(5, 7), range(7, 9), range(9, 10)]
+    assert list(runs([], 2)) == []
