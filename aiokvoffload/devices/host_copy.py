@@ -33,6 +33,8 @@ _GRACE_SECONDS = 0.0005
 """How much longer than batches single copies may take before the rest goes in batches."""
 _RETRY_SECONDS = 0.1
 """For so long after that, all do."""
+_LOOK_BYTES = 512 * 1024
+"""After so many bytes of single copies the clock is looked at."""
 
 _ProcessVmReadv = Callable[[int, int, int, int, int, int], int]
 _Copies = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
@@ -90,15 +92,19 @@ class HostCopier:
 
     def _copy_while_prompt(self, copies: _Copies, seconds_per_byte: float) -> int:
         """Copy one by one until that takes longer than batches would, and return how many were copied."""
-        memmove, now = ctypes.memmove, self._now
-        latest = now() + _GRACE_SECONDS
+        memmove = ctypes.memmove
+        latest = self._now() + _GRACE_SECONDS
+        unseen_bytes = 0
         for index, (source, destination, byte_count) in enumerate(_rows(copies)):
             memmove(destination, source, byte_count)
-            latest += byte_count * seconds_per_byte
-            done_at = now()
-            if done_at > latest:
-                self._retry_at = done_at + _RETRY_SECONDS
-                return index + 1
+            unseen_bytes += byte_count
+            if unseen_bytes >= _LOOK_BYTES:
+                latest += unseen_bytes * seconds_per_byte
+                unseen_bytes = 0
+                looked_at = self._now()
+                if looked_at > latest:
+                    self._retry_at = looked_at + _RETRY_SECONDS
+                    return index + 1
         return len(copies[0])
 
     def _copy_vectored(

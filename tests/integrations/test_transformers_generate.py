@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import anyio
@@ -265,3 +266,17 @@ async def test_keys_and_values_are_only_handled_in_the_models_thread() -> None:
             first, second = [await cache.generate(TOKENS, max_new_tokens=2) for _ in range(2)]
     assert (first.restored_tokens, second.restored_tokens) == ((0,), (44,))
     assert largest.elements == len(TOKENS) + 1  # the tokens themselves
+
+
+@on_both_loops
+async def test_the_model_runs_in_the_executor_that_is_given_which_goes_on_after_it() -> None:
+    threads = set()
+
+    def choose(logits: torch.Tensor) -> torch.Tensor:
+        threads.add(threading.current_thread().name)
+        return greedy(logits)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="mine") as executor:
+        async with open_cache(tiny_model(), executor=executor) as cache:
+            await cache.generate(TOKENS, max_new_tokens=2, choose=choose)
+        assert executor.submit(lambda: threads).result() == {"mine_0"}

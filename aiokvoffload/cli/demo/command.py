@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
@@ -64,21 +64,25 @@ def demo(options: DemoOptions) -> DemoReport:
 def _serve(options: DemoOptions, tiers: Sequence[str]) -> tuple[DemoReport, list[Turn]]:
     from aiokvoffload.cli.demo.serving import serve_conversations
 
-    chat = _load(options)
-    return anyio.run(partial(serve_conversations, options, chat, tiers, _say), backend=options.backend)
+    with ThreadPoolExecutor(1) as executor:
+        chat = _load(options, executor)
+        return anyio.run(partial(serve_conversations, options, chat, executor, tiers, _say), backend=options.backend)
 
 
 def _serve_after_restart(options: DemoOptions, tiers: Sequence[str], turns: Sequence[Turn]) -> DemoReport:
     from aiokvoffload.cli.demo.serving import go_on_after_restart
 
-    chat = _load(options)
-    return anyio.run(partial(go_on_after_restart, options, chat, tiers, turns, _say), backend=options.backend)
+    with ThreadPoolExecutor(1) as executor:
+        chat = _load(options, executor)
+        serve = partial(go_on_after_restart, options, chat, executor, tiers, turns, _say)
+        return anyio.run(serve, backend=options.backend)
 
 
-def _load(options: DemoOptions) -> ChatModel:
+def _load(options: DemoOptions, executor: Executor) -> ChatModel:
+    """Load the model in the thread that it runs in: elsewhere, that would leave a team of idle threads behind."""
     clock = SystemClock()
     started = clock.now()
-    chat = ChatModel.load(options.model)
+    chat = executor.submit(ChatModel.load, options.model).result()
     _say(f"{chat.name} was loaded in {clock.now() - started:.1f} s")
     return chat
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import anyio
-import anyio.to_thread
 import torch
 
 from aiokvoffload.cli.demo.chat_model import ChatModel, Conversation, Turn
@@ -27,6 +27,7 @@ from aiokvoffload.cli.report import TierReport
 from aiokvoffload.cli.stall import LoopStallMeter
 from aiokvoffload.clock import Clock, SystemClock
 from aiokvoffload.integrations.transformers import PrefixCache
+from aiokvoffload.integrations.transformers.compute import ComputeThread
 
 _STALL_INTERVAL_SECONDS = 0.002
 _WARM_UP_TOKENS = 64
@@ -65,6 +66,7 @@ class Desk:
 
     Args:
         chat: The model.
+        compute: Where it runs.
         cache: Keeps prefixes.
         new_tokens: Tokens of an answer, at most.
         say: Hears what happens, line by line.
@@ -73,15 +75,22 @@ class Desk:
     """
 
     def __init__(
-        self, chat: ChatModel, cache: PrefixCache, new_tokens: int, say: Say, clock: Clock, meter: LoopStallMeter
+        self,
+        chat: ChatModel,
+        compute: ComputeThread,
+        cache: PrefixCache,
+        new_tokens: int,
+        say: Say,
+        clock: Clock,
+        meter: LoopStallMeter,
     ) -> None:
         self._chat = chat
+        self._compute = compute
         self._cache = cache
         self._new_tokens = new_tokens
         self._say = say
         self._clock = clock
         self._meter = meter
-        self._one_at_a_time = anyio.CapacityLimiter(1)
 
     async def warm_up(self, prompt: Sequence[int]) -> None:
         """Let the model answer a short piece of a prompt, both ways: first answers take longer than later ones."""
@@ -94,7 +103,7 @@ class Desk:
         """Let Transformers compute the whole prompt and generate."""
         called = self._clock.now()
         first = _FirstToken(self._clock)
-        tokens = await anyio.to_thread.run_sync(self._generate, prompt, first, limiter=self._one_at_a_time)
+        tokens = await self._compute.run(self._generate, prompt, first)
         return PlainAnswer(tokens, first.came_at - called)
 
     async def answer(self, name: str, prompt: Sequence[int], plain: PlainAnswer, session: str) -> RequestReport:
@@ -177,16 +186,23 @@ class Desk:
 
 
 async def serve_conversations(
-    options: DemoOptions, chat: ChatModel, tiers: Sequence[str], say: Say
+    options: DemoOptions, chat: ChatModel, executor: Executor, tiers: Sequence[str], say: Say
 ) -> tuple[DemoReport, list[Turn]]:
     """Serve a conversation turn by turn, other guests at the same time, those of the bar, and from the tiers.
+
+    Args:
+        options: Of the demo.
+        chat: The model.
+        executor: Of the one thread that the model runs in, with and without offloading.
+        tiers: Below CPU memory.
+        say: Hears what happens, line by line.
 
     Returns:
         What was found, and the conversation.
     """
     conversation = Conversation(chat, SYSTEM_PROMPT)
     reports = []
-    async with _desk(options, chat, tiers, say) as desk:
+    async with _desk(options, chat, executor, tiers, say) as desk:
         for turn, question in enumerate(CONVERSATION, start=1):
             prompt = conversation.ask(question)
             if turn == 1:
@@ -204,11 +220,11 @@ async def serve_conversations(
 
 
 async def go_on_after_restart(
-    options: DemoOptions, chat: ChatModel, tiers: Sequence[str], turns: Sequence[Turn], say: Say
+    options: DemoOptions, chat: ChatModel, executor: Executor, tiers: Sequence[str], turns: Sequence[Turn], say: Say
 ) -> DemoReport:
     """Serve the next turn of a conversation that another process has served so far."""
     conversation = Conversation(chat, SYSTEM_PROMPT, turns)
-    async with _desk(options, chat, tiers, say) as desk:
+    async with _desk(options, chat, executor, tiers, say) as desk:
         prompt = conversation.ask(AFTER_RESTART)
         await desk.warm_up(prompt)
         report, plain = await desk.serve(f"turn {len(turns) + 1}, new process", prompt, "conversation")
@@ -217,10 +233,14 @@ async def go_on_after_restart(
 
 
 @asynccontextmanager
-async def _desk(options: DemoOptions, chat: ChatModel, tiers: Sequence[str], say: Say) -> AsyncIterator[Desk]:
+async def _desk(
+    options: DemoOptions, chat: ChatModel, executor: Executor, tiers: Sequence[str], say: Say
+) -> AsyncIterator[Desk]:
     clock = SystemClock()
     async with (
-        PrefixCache(chat.model, cpu_bytes=options.cpu_bytes, block_tokens=_BLOCK_TOKENS, tiers=tiers) as cache,
+        PrefixCache(
+            chat.model, cpu_bytes=options.cpu_bytes, block_tokens=_BLOCK_TOKENS, tiers=tiers, executor=executor
+        ) as cache,
         LoopStallMeter(clock, interval_seconds=_STALL_INTERVAL_SECONDS) as meter,
     ):
-        yield Desk(chat, cache, options.new_tokens, say, clock, meter)
+        yield Desk(chat, ComputeThread(executor=executor), cache, options.new_tokens, say, clock, meter)

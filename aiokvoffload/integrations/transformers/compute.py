@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from typing import ParamSpec, TypeVar
@@ -23,11 +23,13 @@ class ComputeThread:
 
     Args:
         compute_stream: The CUDA stream that the work is launched on; None on a CPU.
+        executor: Has the thread, and goes on after this; None makes one.
     """
 
-    def __init__(self, compute_stream: torch.cuda.Stream | None = None) -> None:
+    def __init__(self, compute_stream: torch.cuda.Stream | None = None, executor: Executor | None = None) -> None:
         self._stream = compute_stream
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="aiokvoffload-model")
+        self._is_own = executor is None
+        self._executor = executor or ThreadPoolExecutor(max_workers=1, thread_name_prefix="aiokvoffload-model")
 
     async def run(
         self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
@@ -59,8 +61,9 @@ class ComputeThread:
         return future.result()
 
     def close(self) -> None:
-        """End the thread once it is idle."""
-        self._executor.shutdown(wait=False)
+        """End the thread once it is idle, if it was made here."""
+        if self._is_own:
+            self._executor.shutdown(wait=False)
 
     def _call(self, function: Callable[[], Result]) -> Result:
         with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):

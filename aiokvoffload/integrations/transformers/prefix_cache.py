@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -68,6 +69,8 @@ class PrefixCache:
         policy: Which prefix leaves first, see `open_offloader`.
         store_threshold: From 2 on, a block is kept only once that many requests have used it.
         compute_stream: On a GPU, the stream that the model runs on; by default the current one when this is opened.
+        executor: Of one thread, in which you run the model too; by default this has a thread of its own. On a CPU each
+            thread that runs a model has a team of threads for it, and two teams slow each other down.
         device: See `open_offloader`.
         deadlines: How long anything may take.
         clock: Where deadlines are read.
@@ -89,6 +92,7 @@ class PrefixCache:
         policy: str = "adaptive",
         store_threshold: int = 0,
         compute_stream: torch.cuda.Stream | None = None,
+        executor: Executor | None = None,
         device: Device | str | None = None,
         deadlines: Deadlines | None = None,
         clock: Clock | None = None,
@@ -105,6 +109,7 @@ class PrefixCache:
         self._identity = identity
         self._piece_tokens = block_tokens if reproducible else None
         self._compute_stream = compute_stream
+        self._executor = executor
         self._clock = clock or SystemClock()
         self._options: dict[str, Any] = {
             "cpu_bytes": cpu_bytes,
@@ -133,7 +138,7 @@ class PrefixCache:
             stream = self._compute_stream
             if stream is None and self._model.device.type == "cuda":
                 stream = torch.cuda.current_stream(self._model.device)
-            self._compute = ComputeThread(stream)
+            self._compute = ComputeThread(stream, self._executor)
             stack.callback(self._compute.close)
             layout = self._layout = await self._compute.run(probe_layout, self._model)
             identity = self._identity or await self._compute.run(identity_of, self._model)
