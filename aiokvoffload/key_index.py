@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress, repeat
 from typing import Any
 
@@ -41,13 +41,21 @@ _TAG_SHIFT = 32
 _FEW_KEYS = 4
 """Up to so many keys are faster looked for one by one."""
 
+_RECENT_KEYS = 8_192
+"""So many keys that were asked for one by one are remembered, for engines that ask for the same ones in every step."""
+
 
 class KeyIndex(ABC):
     """Keys and their numbers, both ways.
 
     Args:
         number_count: Numbers are below this.
+
+    Attributes:
+        number_of: Returns the number of one key, or None; for those who ask key by key, without a detour.
     """
+
+    number_of: Callable[[OffloadKey], int | None]
 
     def __init__(self, number_count: int) -> None:
         self._key_of: npt.NDArray[np.object_] = np.empty(number_count, dtype=object)
@@ -84,6 +92,7 @@ class SmallKeyIndex(KeyIndex):
     def __init__(self, number_count: int) -> None:
         super().__init__(number_count)
         self._number_of: dict[OffloadKey, int] = {}
+        self.number_of = self._number_of.get
 
     def find(self, keys: Sequence[OffloadKey]) -> NumberArray:
         """Return the number of each key, `NOT_FOUND` for unknown ones."""
@@ -104,7 +113,7 @@ class SmallKeyIndex(KeyIndex):
 
     def clear(self) -> None:
         """Forget all keys."""
-        self._number_of = {}
+        self._number_of.clear()
 
 
 class LargeKeyIndex(KeyIndex):
@@ -115,6 +124,8 @@ class LargeKeyIndex(KeyIndex):
         self._set_count = number_count // _NUMBERS_PER_SET + 1
         self._number_in: npt.NDArray[np.int32] = np.zeros(self._set_count * _SET_CELLS, dtype=np.int32)
         self._cell_of: npt.NDArray[np.int32] = np.zeros(number_count, dtype=np.int32)
+        self._recent: dict[OffloadKey, int] = {}
+        self.number_of = self._recent_or_stored
         self.clear()
 
     def clear(self) -> None:
@@ -124,6 +135,7 @@ class LargeKeyIndex(KeyIndex):
         self._tags = self._tag_in.reshape(self._set_count, _SET_CELLS)
         self._excess_of: npt.NDArray[np.uint16] = np.zeros(self._set_count, dtype=np.uint16)
         self._excess: dict[OffloadKey, int] = {}
+        self._recent.clear()
 
     # Looking
 
@@ -161,6 +173,18 @@ class LargeKeyIndex(KeyIndex):
                         return number
         return self._excess.get(key, NOT_FOUND) if self._excess else NOT_FOUND
 
+    def _recent_or_stored(self, key: OffloadKey) -> int | None:
+        """Return the number of one key, and remember it until it is dropped."""
+        number = self._recent.get(key)
+        if number is None:
+            number = self.get(key)
+            if number == NOT_FOUND:
+                return None
+            if len(self._recent) >= _RECENT_KEYS:
+                self._recent.clear()
+            self._recent[key] = number
+        return number
+
     # Changing
 
     def put(self, keys: Sequence[OffloadKey], numbers: NumberArray) -> None:
@@ -186,6 +210,9 @@ class LargeKeyIndex(KeyIndex):
     def drop(self, numbers: NumberArray) -> None:
         """Forget the keys of numbers, each of which must have one."""
         cells = self._cell_of[numbers]
+        if self._recent:
+            for key in self.keys_of(numbers):
+                self._recent.pop(key, None)
         if self._excess and cells.min(initial=0) == _IN_DICT:
             for number in numbers[cells == _IN_DICT].tolist():
                 key = self._key_of[number]

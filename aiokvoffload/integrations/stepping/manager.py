@@ -27,6 +27,10 @@ class StepManager:
         manager: Decides: `cpu`, or what is built on it.
         tiered: The manager with tiers among these, if there is one.
         hold_seconds: See `StepReader`.
+
+    Attributes:
+        lookup_in_memory: What CPU memory says of one block; with no tiers below, that is all there is to know for a
+            request that may load. None with tiers.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class StepManager:
         hold_seconds: float = HOLD_SECONDS,
     ) -> None:
         self._lookup = cpu.lookup_one_nowait
+        self.lookup_in_memory = None if tiered is not None else cpu.lookup_one_nowait
         self._manager = manager
         self._reader = None if tiered is None else StepReader(tiered, hold_seconds)
         self._block_count = cpu.statistics().total
