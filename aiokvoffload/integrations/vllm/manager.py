@@ -15,6 +15,7 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
+    TierFilter,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -170,7 +171,8 @@ class AioKVOffloadManager(OffloadingManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Hand tiers what this step asks for, and collect what they have answered."""
-        self.steps.end_step()
+        if self._lookup_in_memory is None:
+            self.steps.end_step()
         if self._steps_to_flush:
             self._steps_to_flush -= 1
             if not self._steps_to_flush:
@@ -205,11 +207,14 @@ class AioKVOffloadManager(OffloadingManager):
 
     def _begin(self, req_context: ReqContext) -> EngineRequest:
         allowed = req_context.load_tier_filter
-        request = self.steps.open_request(
-            req_context.req_id,
-            may_load=allowed.allows(Medium.CPU, Locality.LOCAL),
-            may_read_below=allowed.allows(Medium.STORAGE, None),
-        )
+        if allowed is TierFilter.ALL:
+            request = self.steps.open_request(req_context.req_id)
+        else:
+            request = self.steps.open_request(
+                req_context.req_id,
+                may_load=allowed.allows(Medium.CPU, Locality.LOCAL),
+                may_read_below=allowed.allows(Medium.STORAGE, None),
+            )
         req_context.set_state(request)
         return request
 
