@@ -17,7 +17,6 @@ from aiokvoffload.policies.ranking import RankedPolicy
 from aiokvoffload.policies.slots import SlotArray, slot_array
 
 LATE_SLOTS = 256
-"""So many slots are put in line together."""
 
 _IN_LINE, _PINNED, _EVICTABLE = range(3)
 
@@ -36,12 +35,14 @@ class LRUPolicy(RankedPolicy):
 
     Args:
         capacity: Number of slots.
+        late_slots: So many are put in line together.
     """
 
     takes_arrays = True
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, *, late_slots: int = LATE_SLOTS) -> None:
         super().__init__(capacity, are_ranked_by_tick=True)
+        self._late_limit = late_slots
         self._last_use_of = np.zeros(capacity, dtype=np.int32)
         self._newcomer_state_of = np.zeros(capacity, dtype=np.uint8)
         self._newest_tick = self._newest_tick_in_line = 0
@@ -55,7 +56,7 @@ class LRUPolicy(RankedPolicy):
     def insert(self, slots: Sequence[int], keys: Sequence[OffloadKey], access: Access) -> None:
         """Make `slots` resident and pinned, at the rank of `access`."""
         added = slot_array(slots)
-        if len(added) < LATE_SLOTS:
+        if len(added) < self._late_limit:
             self._note_use(added, access, are_newcomers=True)
         else:
             self._catch_up()
@@ -65,7 +66,7 @@ class LRUPolicy(RankedPolicy):
     def touch(self, slots: Sequence[int], access: Access) -> None:
         """Rank `slots` anew at `access`."""
         moved = slot_array(slots)
-        if access.tick > self._newest_tick and len(moved) < LATE_SLOTS:
+        if access.tick > self._newest_tick and len(moved) < self._late_limit:
             self._note_use(moved, access, are_newcomers=False)
         else:
             self._catch_up()
@@ -144,7 +145,7 @@ class LRUPolicy(RankedPolicy):
             self._newcomer_count += len(slots)
         if not are_newcomers or access.tick <= self._newest_tick_in_line:
             self._is_line_valid = False
-        if self._late_count >= LATE_SLOTS:
+        if self._late_count >= self._late_limit:
             self._catch_up()
 
     def _are_newcomers(self, slots: SlotArray) -> bool:
