@@ -35,7 +35,7 @@ class LRUPolicy(RankedPolicy):
 
     Args:
         capacity: Number of slots.
-        late_slots: So many are put in line together.
+        late_slots: So many are put in line together; below 2**16.
     """
 
     takes_arrays = True
@@ -43,7 +43,7 @@ class LRUPolicy(RankedPolicy):
     def __init__(self, capacity: int, *, late_slots: int = LATE_SLOTS) -> None:
         super().__init__(capacity, are_ranked_by_tick=True)
         self._late_limit = late_slots
-        self._last_use_of = np.zeros(capacity, dtype=np.int32)
+        self._last_use_of = np.zeros(capacity, dtype=np.uint16)
         self._newcomer_state_of = np.zeros(capacity, dtype=np.uint8)
         self._newest_tick = self._newest_tick_in_line = 0
         self._forget_late()
@@ -131,6 +131,8 @@ class LRUPolicy(RankedPolicy):
 
     def _note_use(self, slots: SlotArray, access: Access, *, are_newcomers: bool) -> None:
         """Put a use off; of a slot's uses the last one counts, for only newer ticks touch what is noted."""
+        if not len(slots):
+            return
         depths = access.depths
         if depths is not None and not isinstance(depths, range):
             depths = tuple(depths)

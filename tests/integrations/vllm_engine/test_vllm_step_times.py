@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.filterwarnings("de
     [
         {"name": "shared beginnings", "prompt_tokens": 1500, "rounds": 8},
         {"name": "shared beginnings", "prompt_tokens": 6000, "rounds": 2},
+        {"name": "shared beginnings, much memory", "prompt_tokens": 1500, "slots": 40_000},
         {"name": "nothing shared, full memory", "prompt_tokens": 1500, "prompt_count": 0, "slots": 512, "rounds": 6},
         {"name": "many waiting", "prompt_tokens": 1500, "request_count": 32, "rounds": 2},
         {"name": "long answers", "prompt_tokens": 200, "prompt_count": 0, "new_tokens": 256, "rounds": 2},
