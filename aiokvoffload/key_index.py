@@ -10,7 +10,7 @@ ever rebuilt. A small index is a dict: with all of it in the processor's caches,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress, repeat
 from typing import Any
 
@@ -48,13 +48,21 @@ _CLEANED_AT_ONCE = 65_536
 _REMEMBERED_KEYS = 1024
 """So many keys of a call are remembered; to let go of a million would take milliseconds."""
 
+_RECENT_KEYS = 8_192
+"""So many keys that were asked for one by one are remembered, for engines that ask for the same ones in every step."""
+
 
 class KeyIndex(ABC):
     """Keys and their numbers, both ways.
 
     Args:
         number_count: Numbers are below this.
+
+    Attributes:
+        number_of: Returns the number of one key, or None; for those who ask key by key, without a detour.
     """
+
+    number_of: Callable[[OffloadKey], int | None]
 
     def __init__(self, number_count: int) -> None:
         self._key_of: npt.NDArray[np.object_] = np.empty(number_count, dtype=object)
@@ -95,6 +103,7 @@ class SmallKeyIndex(KeyIndex):
     def __init__(self, number_count: int) -> None:
         super().__init__(number_count)
         self._number_of: dict[OffloadKey, int] = {}
+        self.number_of = self._number_of.get
 
     def find(self, keys: Sequence[OffloadKey]) -> NumberArray:
         """Return the number of each key, `NOT_FOUND` for unknown ones."""
@@ -124,7 +133,7 @@ class SmallKeyIndex(KeyIndex):
 
     def clear(self) -> None:
         """Forget all keys."""
-        self._number_of = {}
+        self._number_of.clear()
 
 
 class _TagTables:
@@ -167,6 +176,8 @@ class LargeKeyIndex(KeyIndex):
         self._tables = _TagTables(self._set_count * _SET_CELLS)
         self._placed: list[OffloadKey] = []
         self._places: Places = (_none_found(0), np.empty(0, dtype=np.uint32))
+        self._recent: dict[OffloadKey, int] = {}
+        self.number_of = self._recent_or_stored
         self._start()
 
     def clear(self) -> None:
@@ -180,6 +191,7 @@ class LargeKeyIndex(KeyIndex):
         self._tags = self._tag_in.reshape(self._set_count, _SET_CELLS)
         self._excess_of: npt.NDArray[np.uint16] = np.zeros(self._set_count, dtype=np.uint16)
         self._excess: dict[OffloadKey, int] = {}
+        self._recent.clear()
 
     # Looking
 
@@ -227,6 +239,18 @@ class LargeKeyIndex(KeyIndex):
                         return number
         return self._excess.get(key, NOT_FOUND) if self._excess else NOT_FOUND
 
+    def _recent_or_stored(self, key: OffloadKey) -> int | None:
+        """Return the number of one key, and remember it until it is dropped."""
+        number = self._recent.get(key)
+        if number is None:
+            number = self.get(key)
+            if number == NOT_FOUND:
+                return None
+            if len(self._recent) >= _RECENT_KEYS:
+                self._recent.clear()
+            self._recent[key] = number
+        return number
+
     # Changing
 
     def put(self, keys: Sequence[OffloadKey], numbers: NumberArray) -> None:
@@ -260,6 +284,9 @@ class LargeKeyIndex(KeyIndex):
     def drop(self, numbers: NumberArray) -> None:
         """Forget the keys of numbers, each of which must have one."""
         cells = self._cell_of[numbers]
+        if self._recent:
+            for key in self.keys_of(numbers):
+                self._recent.pop(key, None)
         if self._excess and cells.min(initial=0) == _IN_DICT:
             for number in numbers[cells == _IN_DICT].tolist():
                 key = self._key_of[number]

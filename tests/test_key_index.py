@@ -64,6 +64,7 @@ def test_it_is_a_dict(make: type[KeyIndex], keys: list[OffloadKey], data: st.Dat
         for asked in (keys, tuple(chosen), *([key] for key in chosen[:2])):
             assert index.find(asked).tolist() == [model.get(key, NOT_FOUND) for key in asked]
         assert [index.get(key) for key in keys[:20]] == [model.get(key, NOT_FOUND) for key in keys[:20]]
+        assert [index.number_of(key) for key in keys[:20]] == [model.get(key) for key in keys[:20]]
         assert index.keys_of(slot_array(model.values())) == list(model)
 
 

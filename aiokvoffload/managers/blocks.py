@@ -38,7 +38,10 @@ class SlotState(IntEnum):
 _FREE, _WRITING, _READY, _KEYLESS = map(int, SlotState)
 _REMEMBERED_KEYS = 1024
 """So many keys of a call are remembered; to let go of a million would take milliseconds."""
+_FEW_SLOTS = 8
+"""Up to so many slots are counted faster one by one."""
 _NOTHING_FOUND: Found = np.empty(0, dtype=np.int64)
+_MISS = LookupResult.MISS
 _RESULT_OF_STATE = (LookupResult.MISS, LookupResult.PENDING, LookupResult.HIT, LookupResult.MISS)
 
 
@@ -56,7 +59,9 @@ class BlockTable:
         self.slot_count = slot_count
         self._policy = policy
         self._index = make_index(slot_count)
+        self._number_of = self._index.number_of
         self._users = np.zeros(slot_count, dtype=np.int32)
+        self._user_count_of = self._users.data  # the same, for who asks for one
         self._write_number_of = np.zeros(slot_count, dtype=np.int64)
         self._writes: dict[int, PrepareStoreOutput] = {}
         self._write_total = 0
@@ -69,6 +74,7 @@ class BlockTable:
         in_use = np.flatnonzero(self._users)
         self._states = np.zeros(self.slot_count + 1, dtype=np.uint8)  # the last one is what `NOT_FOUND` leads to
         self._states[in_use] = _KEYLESS
+        self._state_of = self._states.data  # the same, for who asks for one
         self._count_of = [self.slot_count - len(in_use), 0, 0, len(in_use)]
         self._first_fresh = 0
         self._reusable = array("q")
@@ -112,7 +118,8 @@ class BlockTable:
 
     def result_of(self, key: OffloadKey) -> LookupResult:
         """Return MISS, HIT or PENDING for one block."""
-        return _RESULT_OF_STATE[self._states.item(self._index.get(key))]
+        slot = self._number_of(key)
+        return _MISS if slot is None else _RESULT_OF_STATE[self._state_of[slot]]
 
     def are_known(self, keys: Keys) -> list[bool]:
         """Return for each block whether it is stored or being written."""
@@ -174,6 +181,9 @@ class BlockTable:
     def hold(self, slots: Sequence[int] | SlotArray, *, are_distinct: bool = False) -> None:
         """Count one more user of each slot; one named twice, by two KV groups, has one more user."""
         held = slot_array(slots)
+        if are_distinct and len(held) <= _FEW_SLOTS:
+            self._hold_few(held.tolist())
+            return
         user_counts = self._users[held]
         self._users[held] = user_counts + 1
         unused = held[user_counts == 0]
@@ -182,6 +192,9 @@ class BlockTable:
 
     def release(self, slots: Sequence[int] | SlotArray, *, are_distinct: bool = False) -> None:
         """Count one user less of each slot."""
+        if are_distinct and len(slots) <= _FEW_SLOTS:
+            self._release_few(slots.tolist() if isinstance(slots, np.ndarray) else slots)
+            return
         released = slot_array(slots)
         user_counts = self._users[released] - 1
         self._users[released] = user_counts
@@ -194,6 +207,25 @@ class BlockTable:
             self._policy.unpin(self._batch(ready))
         if len(ready) < len(idle):
             self._make_free(idle[~is_ready], _KEYLESS)
+
+    def _hold_few(self, slots: Sequence[int]) -> None:
+        counts = self._user_count_of
+        unused = [slot for slot in slots if not counts[slot]]
+        for slot in slots:
+            counts[slot] += 1
+        if unused:
+            self._policy.pin(unused)
+
+    def _release_few(self, slots: Sequence[int]) -> None:
+        counts, states = self._user_count_of, self._state_of
+        for slot in slots:
+            counts[slot] -= 1
+        idle = [slot for slot in slots if not counts[slot]]
+        ready = [slot for slot in idle if states[slot] == _READY]
+        if ready:
+            self._policy.unpin(ready)
+        if len(ready) < len(idle):
+            self._make_free(slot_array([slot for slot in idle if states[slot] != _READY]), _KEYLESS)
 
     # Placement
 
@@ -236,12 +268,14 @@ class BlockTable:
         """
         if not keys:
             return [], []
-        victims = self._policy.evict(max(0, len(keys) - self.free_count), protected)
+        wanted = len(keys) - self.free_count
+        victims = self._policy.evict(wanted, protected) if wanted > 0 else []
         if victims is None:
             return None
         evicted: list[OffloadKey] = []
-        taken = slot_array(victims)[::-1]
+        taken = _NOTHING_FOUND
         if victims:
+            taken = slot_array(victims)[::-1]
             evicted = self._index.take(taken[::-1])
         if len(victims) < len(keys):
             taken = self._take_free(len(keys) - len(victims), taken)
@@ -289,6 +323,9 @@ class BlockTable:
 
     def _take_free(self, count: int, given_up: SlotArray) -> SlotArray:
         """Take free slots, and put those that were given up just now among them."""
+        if count <= self.slot_count - self._first_fresh and not len(given_up) and not self._count_of[_KEYLESS]:
+            self._first_fresh += count
+            return np.arange(self._first_fresh - count, self._first_fresh)
         parts: list[SlotArray] = []
         while count and self._first_fresh < self.slot_count:
             start = self._first_fresh

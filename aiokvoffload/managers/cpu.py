@@ -13,7 +13,7 @@ from aiokvoffload.keys import OffloadKey
 from aiokvoffload.kv_caches import KVGroup
 from aiokvoffload.managers.announcer import Announcer
 from aiokvoffload.managers.base import Keys, ManagerStatistics, OffloadingManager, WhenFull
-from aiokvoffload.managers.blocks import BlockTable, SlotState
+from aiokvoffload.managers.blocks import BlockTable, Found, SlotState
 from aiokvoffload.managers.loads import Loads
 from aiokvoffload.managers.offers import Offer, Offers
 from aiokvoffload.managers.placement import SlotPlacement
@@ -191,10 +191,7 @@ class CPUOffloadingManager(OffloadingManager):
         binding = self._bind(ctx)
         keys, depths = _without_repeats(keys, depths)
         if binding.epoch == self._epoch:
-            self._requests.open_access(binding)
-            found = self._blocks.find(keys)
-            self._blocks.touch(keys, found, self._access(binding, ctx, depths))
-            self._placement.sessions.use(found, ctx)
+            self._use(keys, binding, ctx, depths)
 
     # Loading
 
@@ -218,6 +215,24 @@ class CPUOffloadingManager(OffloadingManager):
         self._waits.begin(ticket)
         self._tally.hits += len(ticket.keys)
         self._tally.note_misses(self._missed_count(ticket, request), "absent" if is_current else "stale")
+        return ticket
+
+    def prepare_use_nowait(
+        self, keys: Keys, ctx: ReqContext | None = None, *, depths: Sequence[int] | None = None
+    ) -> PrepareLoadOutput:
+        """Count the request's access and pin all of `keys` or none: `touch` and `prepare_load_nowait` in one step.
+
+        For managers of a single KV group.
+        """
+        binding = self._bind(ctx)
+        keys, depths = _without_repeats(keys, depths)
+        ticket = PrepareLoadOutput(self, self._epoch, self._generation)
+        is_current = binding.epoch == self._epoch
+        if is_current:
+            self._loads.start_all(ticket, keys, self._use(keys, binding, ctx, depths))
+            self._waits.begin(ticket)
+        self._tally.hits += len(ticket.keys)
+        self._tally.note_misses(len(keys) - len(ticket.keys), "absent" if is_current else "stale")
         return ticket
 
     def watch_nowait(self, keys: Keys) -> PrepareLoadOutput:
@@ -250,8 +265,9 @@ class CPUOffloadingManager(OffloadingManager):
         when_full: WhenFull = "refuse",
         depths: Sequence[int] | None = None,
         filtered: bool = True,
+        is_access: bool = False,
     ) -> PrepareStoreOutput:
-        """Reserve slots for the missing keys of an offer."""
+        """Reserve slots for the missing keys of an offer; with `is_access`, `touch` all of them in the same step."""
         if when_full not in _WHEN_FULL:
             raise InvalidRequestError(f"when_full is {when_full!r}, it must be one of {', '.join(_WHEN_FULL)}")
         binding = self._bind(ctx)
@@ -263,7 +279,7 @@ class CPUOffloadingManager(OffloadingManager):
         found = self._blocks.find(keys)
         self._placement.sessions.use(found, ctx)
         offer = Offer(ticket, list(keys), self._access(binding, ctx, depths), binding, ctx, filtered)
-        if is_new:
+        if is_new or is_access:
             self._blocks.touch(keys, found, offer.access)
         self._offers.make(offer, found, is_leading_enough=when_full == "leading", may_wait=when_full == "wait")
         self._waits.begin(ticket)
@@ -448,6 +464,14 @@ class CPUOffloadingManager(OffloadingManager):
         if request.take == "leading":
             return blocks_beyond(request.parts, self.block_tokens, ticket.token_count)
         return 0 if ticket.keys else sum(map(len, request.parts))
+
+    def _use(self, keys: Keys, binding: RequestBinding, ctx: ReqContext | None, depths: Sequence[int] | None) -> Found:
+        """Count a request's access to blocks, and return their slots."""
+        self._requests.open_access(binding)
+        found = self._blocks.find(keys)
+        self._blocks.touch(keys, found, self._access(binding, ctx, depths))
+        self._placement.sessions.use(found, ctx)
+        return found
 
     def _access(self, binding: RequestBinding, ctx: ReqContext | None, depths: Sequence[int] | None) -> Access:
         now = self.clock.now()

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
+
 from aiokvoffload.key_index import NOT_FOUND
 from aiokvoffload.keys import OffloadKey
-from aiokvoffload.managers.blocks import BlockTable
+from aiokvoffload.managers.blocks import BlockTable, Found
 from aiokvoffload.managers.prefix import PrefixMatcher
 from aiokvoffload.managers.tally import SettledTickets, Tally
 from aiokvoffload.managers.waits import LoadRequest, WriteWaits
@@ -44,6 +46,17 @@ class Loads:
         """Pin what a load can have, and let it wait for what of that is being written."""
         self._pin(ticket, request, usable)
         self._waits.add(ticket, request, self._blocks.writes(ticket.slots))
+
+    def start_all(self, ticket: PrepareLoadOutput, keys: Sequence[OffloadKey], found: Found) -> None:
+        """Pin all blocks of one KV group, each once, or none if one has no slot; like `start`."""
+        count = 0 if np.count_nonzero(found == NOT_FOUND) else len(keys)
+        ticket.token_count = count * self._prefix.block_tokens[0]
+        ticket.keys = keys[:count]
+        ticket.group_sizes, ticket.first_indices = (count,), (0,)
+        ticket.slots = found[:count].tolist()
+        self._blocks.hold(found[:count], are_distinct=True)
+        if writes := self._blocks.writes(ticket.slots):
+            self._waits.add(ticket, LoadRequest([keys], "all"), writes)
 
     def watch(self, ticket: PrepareLoadOutput, keys: Sequence[OffloadKey]) -> None:
         """Let a ticket that pins nothing wait while any of `keys` is being written."""

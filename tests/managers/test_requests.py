@@ -9,6 +9,7 @@ from aiokvoffload.managers.cpu import CPUOffloadingManager
 from aiokvoffload.managers.requests import RequestTable
 from aiokvoffload.policies.arc import ARCPolicy
 from aiokvoffload.specs import ReqContext
+from aiokvoffload.testing.clock import ManualClock
 from aiokvoffload.testing.strategies import make_keys
 
 
@@ -165,3 +166,56 @@ def test_only_the_latest_requests_are_remembered(monkeypatch: pytest.MonkeyPatch
     assert [table.bind(ctx, epoch=0) for ctx in contexts] == bindings
     assert table.bind(ReqContext("4"), epoch=1) is bindings[4]
     assert table.bind(ReqContext("0"), epoch=1) is not bindings[0]
+
+
+def beside_each_other(policy: str) -> tuple[CPUOffloadingManager, CPUOffloadingManager]:
+    """Two managers with the same blocks: eight stored, one of them just being written, the first four used again."""
+    clock = ManualClock()
+    managers = CPUOffloadingManager(9, policy=policy, clock=clock), CPUOffloadingManager(9, policy=policy, clock=clock)
+    for manager in managers:
+        for start in (0, 4):
+            ticket = manager.prepare_store_nowait(make_keys(*range(start, start + 4)), depths=[16, 32, 48, 64])
+            manager.complete_store_nowait(ticket)
+        manager.touch(make_keys(*range(4)), ReqContext("again"))
+        manager.prepare_store_nowait(make_keys(8), ReqContext("writing"))
+    return managers
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize(
+    "numbers", [(4, 5, 6), (4,), (1, 1, 7, 1), (4, 8), (4, 30), (30,), ()], ids=lambda numbers: f"{numbers}"
+)
+@pytest.mark.parametrize("is_stale", [False, True])
+def test_a_use_is_a_touch_and_a_load_in_one(policy: str, numbers: tuple[int, ...], is_stale: bool) -> None:
+    one, other = beside_each_other(policy)
+    keys, depths = make_keys(*numbers), list(range(16, 16 * len(numbers) + 1, 16))
+    contexts = ReqContext("used"), ReqContext("used")
+    if is_stale:
+        for manager, ctx in zip((one, other), contexts, strict=True):
+            manager.lookup_nowait([], ctx)
+            manager.bump_epoch_nowait()
+    one.touch(keys, contexts[0], depths=depths)
+    expected = one.prepare_load_nowait(keys, contexts[0])
+    ticket = other.prepare_use_nowait(keys, contexts[1], depths=depths)
+    assert (list(ticket.keys), ticket.slots, ticket.result) == (list(expected.keys), expected.slots, expected.result)
+    assert ticket.token_count == expected.token_count
+    assert ticket.is_waiting == expected.is_waiting == (not is_stale and 8 in numbers)
+    assert other.statistics() == one.statistics()
+    one.complete_load_nowait(expected)
+    other.complete_load_nowait(ticket)
+    assert other.statistics() == one.statistics()
+    assert leaving_order(other, 8) == leaving_order(one, 8)
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_store_may_touch_its_blocks_although_the_request_has_been_counted(policy: str) -> None:
+    one, other = beside_each_other(policy)
+    keys, ctx, same = make_keys(4, 5), ReqContext("one"), ReqContext("one")
+    for manager, used in ((one, ctx), (other, same)):
+        manager.touch(make_keys(7), used)
+        manager.touch(make_keys(0), ReqContext("in between"))
+    one.touch(keys, ctx)
+    one.complete_store_nowait(one.prepare_store_nowait(keys, ctx))
+    other.complete_store_nowait(other.prepare_store_nowait(keys, same, is_access=True))
+    assert other.statistics() == one.statistics()
+    assert leaving_order(other, 8) == leaving_order(one, 8)

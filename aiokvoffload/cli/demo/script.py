@@ -98,6 +98,6 @@ is left behind is kept at the night desk for a month. The terrace door is locked
 sleep. Newspapers lie on the shelf beside the door, and a map of the town hangs over the piano. Ask us \
 for pens and paper."""
 
-BAR_GUESTS = {"Dora, bar": "Is there wine?", "Emil, bar": "Any soup?", "Fay, bar": "Who plays today?"}
-BAR_FROM_DISK = ("Gil, bar", "May I smoke?")
-BAR_AFTER_RESTART = ("Hal, bar, new process", "Got tea?")
+BAR_GUESTS = {"Dora, bar": "Food?", "Emil, bar": "Soup?", "Fay, bar": "Music?"}
+BAR_FROM_DISK = ("Gil, bar", "Smoking?")
+BAR_AFTER_RESTART = ("Hal, bar, new process", "Dogs?")

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from aiokvoffload.integrations.stepping.requests import Answer, EngineRequest, LoadDecision, OpenTicket, StoreDecision
 from aiokvoffload.integrations.stepping.tiers import StepReader
 from aiokvoffload.keys import OffloadKey
-from aiokvoffload.managers.base import ManagerStatistics, OffloadingManager
+from aiokvoffload.managers.base import ManagerStatistics, OffloadingManager, WhenFull
 from aiokvoffload.managers.cpu import CPUOffloadingManager
 from aiokvoffload.managers.tiered import TieredOffloadingManager
 from aiokvoffload.specs import LookupResult, PrepareLoadOutput, PrepareStoreOutput, ReqContext, TierFilter
@@ -27,6 +27,10 @@ class StepManager:
         manager: Decides: `cpu`, or what is built on it.
         tiered: The manager with tiers among these, if there is one.
         hold_seconds: See `StepReader`.
+
+    Attributes:
+        lookup_in_memory: What CPU memory says of one block; with no tiers below, that is all there is to know for a
+            request that may load. None with tiers.
     """
 
     def __init__(
@@ -38,8 +42,10 @@ class StepManager:
         hold_seconds: float = HOLD_SECONDS,
     ) -> None:
         self._lookup = cpu.lookup_one_nowait
+        self.lookup_in_memory = None if tiered is not None else cpu.lookup_one_nowait
         self._manager = manager
         self._reader = None if tiered is None else StepReader(tiered, hold_seconds)
+        self._cpu = cpu if manager is cpu else None
         self._block_count = cpu.statistics().total
         self._requests: dict[EngineRequest, None] = {}
         self._open: dict[int, OpenTicket] = {}
@@ -89,9 +95,12 @@ class StepManager:
 
         If one of them has gone even so, nothing is pinned, and the request loads no more.
         """
-        self._manager.touch(keys, request.ctx, depths=depths)
         request.has_access = True
-        ticket = self._manager.prepare_load_nowait(keys, request.ctx, take="all")
+        if self._cpu is not None:
+            ticket = self._cpu.prepare_use_nowait(keys, request.ctx, depths=depths)
+        else:
+            self._manager.touch(keys, request.ctx, depths=depths)
+            ticket = self._manager.prepare_load_nowait(keys, request.ctx, take="all")
         self._let_go(request)
         self._last_number += 1
         if ticket.is_waiting or not ticket.keys:
@@ -119,15 +128,16 @@ class StepManager:
         """
         if not request.may_store:
             return _NOTHING
-        if request.has_access or self._reader is not None:
-            self._manager.touch(keys, request.ctx, depths=depths)
-        request.has_access = True  # the first offer counts it by itself, but only in CPU memory
-        ticket = self._manager.prepare_store_nowait(
-            keys,
-            request.ctx,
-            when_full="leading" if len(keys) >= self._block_count else "refuse",
-            depths=depths,
-        )
+        when_full: WhenFull = "leading" if len(keys) >= self._block_count else "refuse"
+        if self._cpu is not None:
+            ticket = self._cpu.prepare_store_nowait(
+                keys, request.ctx, when_full=when_full, depths=depths, is_access=True
+            )
+        else:
+            if request.has_access or self._reader is not None:
+                self._manager.touch(keys, request.ctx, depths=depths)
+            request.has_access = True  # the first offer counts it by itself, but only in CPU memory
+            ticket = self._manager.prepare_store_nowait(keys, request.ctx, when_full=when_full, depths=depths)
         if not ticket.slots:
             self._manager.complete_store_nowait(ticket)
             return None if ticket.is_refused else _NOTHING
@@ -164,7 +174,7 @@ class StepManager:
     @property
     def has_work_below(self) -> bool:
         """Blocks are still being written down to tiers, or wait for it."""
-        return not self._manager.is_at_rest
+        return self._reader is not None and not self._manager.is_at_rest
 
     # The whole
 

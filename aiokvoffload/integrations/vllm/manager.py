@@ -15,10 +15,11 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
+    TierFilter,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from aiokvoffload import events
+from aiokvoffload import events, specs
 from aiokvoffload.errors import StateError
 from aiokvoffload.integrations.stepping.manager import StepManager
 from aiokvoffload.integrations.stepping.requests import Answer, EngineRequest
@@ -26,9 +27,12 @@ from aiokvoffload.integrations.vllm.slots import SlotSpec
 from aiokvoffload.keys import OffloadKey
 
 _logger = logging.getLogger(__name__)
-# An enum's member is slow to hash, and this is asked for every block of every waiting request in every step.
+# Asked for every block of every waiting request in every step; an enum's member is slow to hash, and to get at.
 _MISS, _HIT, _PENDING = Answer.MISS, Answer.HIT, Answer.PENDING
+_MISS_IN_MEMORY, _HIT_IN_MEMORY = specs.LookupResult.MISS, specs.LookupResult.HIT
 _THEIR_MISS, _THEIR_HIT, _THEIR_PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
+_FROM_MEMORY = CacheHitSource.HOST
+_NO_EVENTS: tuple[OffloadingEvent, ...] = ()
 _TELLS_OF_FLUSHES = hasattr(OffloadingManager, "on_reset_flushed")
 
 
@@ -84,6 +88,7 @@ class AioKVOffloadManager(OffloadingManager):
         self._steps_under_way = steps_under_way
         self._steps_to_flush = 0
         self._lookup = manager.lookup
+        self._lookup_in_memory = manager.lookup_in_memory
         self._last_context: ReqContext | None = None
         self._last_request: EngineRequest | None = None
 
@@ -106,6 +111,11 @@ class AioKVOffloadManager(OffloadingManager):
         if request is None or self._last_context is not req_context:
             request = self._last_request = self._request(req_context)
             self._last_context = req_context
+        if self._lookup_in_memory is not None and request.may_load:
+            result = self._lookup_in_memory(key)
+            if result is _HIT_IN_MEMORY:
+                return _THEIR_HIT
+            return _THEIR_MISS if result is _MISS_IN_MEMORY else _THEIR_PENDING
         answer = self._lookup(request, key)
         if answer is _HIT:
             return _THEIR_HIT
@@ -115,9 +125,11 @@ class AioKVOffloadManager(OffloadingManager):
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """Say where a block came from: CPU memory, or the tier that it was read from for this request."""
+        if self._lookup_in_memory is not None:
+            return _FROM_MEMORY
         tier = self.steps.source_of(self._request(req_context), key)
         if tier is None:
-            return CacheHitSource.HOST
+            return _FROM_MEMORY
         return CacheHitSource.DISK if tier.url.startswith("file:") else CacheHitSource.EXTERNAL_UNSPECIFIED
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> SlotSpec:
@@ -159,7 +171,8 @@ class AioKVOffloadManager(OffloadingManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Hand tiers what this step asks for, and collect what they have answered."""
-        self.steps.end_step()
+        if self._lookup_in_memory is None:
+            self.steps.end_step()
         if self._steps_to_flush:
             self._steps_to_flush -= 1
             if not self._steps_to_flush:
@@ -171,7 +184,7 @@ class AioKVOffloadManager(OffloadingManager):
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return what has happened to blocks since the last call."""
-        return () if self._events is None else self._events.take()
+        return _NO_EVENTS if self._events is None else self._events.take()
 
     # The whole
 
@@ -194,11 +207,14 @@ class AioKVOffloadManager(OffloadingManager):
 
     def _begin(self, req_context: ReqContext) -> EngineRequest:
         allowed = req_context.load_tier_filter
-        request = self.steps.open_request(
-            req_context.req_id,
-            may_load=allowed.allows(Medium.CPU, Locality.LOCAL),
-            may_read_below=allowed.allows(Medium.STORAGE, None),
-        )
+        if allowed is TierFilter.ALL:
+            request = self.steps.open_request(req_context.req_id)
+        else:
+            request = self.steps.open_request(
+                req_context.req_id,
+                may_load=allowed.allows(Medium.CPU, Locality.LOCAL),
+                may_read_below=allowed.allows(Medium.STORAGE, None),
+            )
         req_context.set_state(request)
         return request
 
