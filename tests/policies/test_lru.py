@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiokvoffload.policies.base import Access
+from aiokvoffload.policies.last_use import LATE_SLOTS
 from aiokvoffload.policies.lines import LEAF_SLOTS
-from aiokvoffload.policies.lru import LATE_SLOTS, LRUPolicy
+from aiokvoffload.policies.lru import LRUPolicy
 from aiokvoffload.testing.models import LRUModel
 from aiokvoffload.testing.policy_contract import CONTRACT_SETTINGS, PolicyContract, fill, order_of, play_beside
 from aiokvoffload.testing.strategies import make_keys
