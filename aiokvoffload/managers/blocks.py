@@ -61,7 +61,9 @@ class BlockTable:
         self._index = make_index(slot_count)
         self._number_of = self._index.number_of
         self._users = np.zeros(slot_count, dtype=np.int32)
-        self._user_count_of = self._users.data  # the same, for who asks for one
+        self._states = np.zeros(slot_count + 1, dtype=np.uint8)  # the last one is what `NOT_FOUND` leads to
+        # The same, for who asks for one.
+        self._user_count_of, self._state_of = self._users.data, self._states.data
         self._write_number_of = np.zeros(slot_count, dtype=np.int64)
         self._writes: dict[int, PrepareStoreOutput] = {}
         self._write_total = 0
@@ -72,9 +74,8 @@ class BlockTable:
     def _start(self) -> None:
         """Hold no blocks; slots with users are keyless."""
         in_use = np.flatnonzero(self._users)
-        self._states = np.zeros(self.slot_count + 1, dtype=np.uint8)  # the last one is what `NOT_FOUND` leads to
+        self._states.fill(_FREE)
         self._states[in_use] = _KEYLESS
-        self._state_of = self._states.data  # the same, for who asks for one
         self._count_of = [self.slot_count - len(in_use), 0, 0, len(in_use)]
         self._first_fresh = 0
         self._reusable = array("q")

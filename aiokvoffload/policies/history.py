@@ -33,7 +33,8 @@ class History:
         if limit > 0:
             shard_count = -(-limit // _SHARD_SIZE)
             self._shard_limits = [limit // shard_count + (shard < limit % shard_count) for shard in range(shard_count)]
-        self._shards: list[dict[OffloadKey, float]] = [{} for _ in self._shard_limits]
+        self._no_shard: dict[OffloadKey, float] = {}  # stays empty, in place of those that nothing was put into
+        self._shards = [self._no_shard] * len(self._shard_limits)
         self._given_up: list[dict[OffloadKey, float]] = []
 
     def __len__(self) -> int:
@@ -62,6 +63,8 @@ class History:
             return
         index = crc32(key) % len(self._shards)
         shard = self._shards[index]
+        if shard is self._no_shard:
+            shard = self._shards[index] = {}
         shard.pop(key, None)
         shard[key] = number
         if len(shard) > self._shard_limits[index]:
@@ -71,8 +74,8 @@ class History:
 
     def clear(self) -> None:
         """Forget all blocks; their memory is given back by later calls, piece by piece."""
-        self._given_up += self._shards
-        self._shards = [{} for _ in self._shard_limits]
+        self._given_up += filter(None, self._shards)
+        self._shards = [self._no_shard] * len(self._shard_limits)
 
     def _free_some(self) -> None:
         part = self._given_up[-1]

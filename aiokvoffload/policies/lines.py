@@ -25,6 +25,8 @@ from aiokvoffload.policies.slots import SlotArray
 LEAF_SLOTS = 256
 
 _NO_LEAF = -1
+_FREED_AT_ONCE = 64
+"""So many leaves from before a reset are let go of by a call."""
 _NO_SLOTS: SlotArray = np.empty(0, dtype=np.int64)
 _BOUND = attrgetter("bound")
 
@@ -170,6 +172,9 @@ class SlotLines:
         self._line_of = np.zeros(capacity, dtype=np.uint8)
         self._is_evictable = np.zeros(capacity, dtype=np.bool_)
         self._line_count = line_count
+        self._lines: list[Line] = []
+        self._leaves: list[Leaf] = []
+        self._given_up: list[Leaf] = []
         self.clear()
 
     def __len__(self) -> int:
@@ -182,13 +187,16 @@ class SlotLines:
         return iter(self._lines)
 
     def clear(self) -> None:
-        """Empty all lines."""
+        """Empty all lines; the memory of their leaves is given back by later calls, some at a time."""
         # The leaf numbers of slots stay behind; nobody looks at them before the slots enter again.
+        for line in self._lines:
+            line.leaves = line.open_leaves = Leaves()  # leaf and line would wait for the garbage collector together
+        self._given_up += self._leaves
         self._lines = [Line(index) for index in range(self._line_count)]
-        self._leaves: list[Leaf] = []
+        self._leaves = []
         self._counts = LeafCounts()
         self._unused_numbers: list[int] = []
-        self._is_evictable = np.zeros(len(self._is_evictable), dtype=np.bool_)
+        self._is_evictable.fill(False)
 
     # Looking
 
@@ -228,6 +236,8 @@ class SlotLines:
         """Let slots, which are in the order of their ranks, enter a line, evictable as they were."""
         if not len(run):
             return
+        if self._given_up:
+            del self._given_up[-_FREED_AT_ONCE:]
         entered = self._lines[line]
         first, last = self._ranks.of(run.item(0)), self._ranks.of(run.item(-1))
         if not entered.leaves or first >= entered.last_rank:

@@ -25,7 +25,7 @@ _SMALL, _MAIN, _DEMOTED = 0, 1, 2
 _SMALL_SHARE = 0.1
 _MAX_USES = 3
 _USES_TO_STAY = 2
-_PASSES_PER_VICTIM = 16
+_PASSES_PER_VICTIM = 8
 _MAX_PASSES = 512
 """How many used blocks may be passed over at once; each victim adds to what may be, up to this. Without any left, the
 next in line leaves although it was used."""

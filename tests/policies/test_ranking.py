@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Sequence
 
@@ -8,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiokvoffload.policies.base import Access
-from aiokvoffload.policies.lines import LEAF_SLOTS
+from aiokvoffload.policies.lines import LEAF_SLOTS, Leaf
 from aiokvoffload.policies.lru import LRUPolicy
 from aiokvoffload.policies.ranking import RankedPolicy
 from aiokvoffload.policies.ranks import Ranks
 from aiokvoffload.policies.slots import slot_array
 from aiokvoffload.testing.policy_contract import CONTRACT_SETTINGS, count_instructions
+from aiokvoffload.testing.strategies import make_keys
 
 CAPACITY = 12 * LEAF_SLOTS
 
@@ -244,3 +246,20 @@ class TestRanks:
         slots, access = ranks.select_older(slot_array([0, 2]), Access(6))
         assert (slots.tolist(), access) == ([0, 2], Access(6))
         assert not len(ranks.select_older(slot_array([0, 1]), Access(5))[0])
+
+
+def test_after_a_reset_leaves_are_let_go_of_without_the_garbage_collector() -> None:
+    """It would free all of them in one pause, which grows with the slots."""
+    policy = RankedLines(CAPACITY)
+    gc.collect()
+    gc.disable()
+    try:
+        for tick in (1, 2):
+            policy.clear()
+            for first in range(0, CAPACITY, LEAF_SLOTS):
+                slots = range(first, first + LEAF_SLOTS)
+                policy.insert(slots, make_keys(*slots), Access(tick))
+        leaf_count = sum(type(thing) is Leaf for thing in gc.get_objects())
+    finally:
+        gc.enable()
+    assert leaf_count == CAPACITY // LEAF_SLOTS
