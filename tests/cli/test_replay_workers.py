@@ -89,8 +89,8 @@ class Forgetful(OrderChecker):
             self.compute = stream
         return stream
 
-    def record(self, stream: Stream) -> Event:
-        event = super().record(stream)
+    def mark(self, stream: Stream) -> Event:
+        event = super().mark(stream)
         if stream is self.compute:
             self.forgotten = event
         return event
