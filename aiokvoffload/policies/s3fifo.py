@@ -134,11 +134,13 @@ class _Hand:
                 continue
             passes = min(_MAX_PASSES, passes + _PASSES_PER_VICTIM)
             while True:
-                line = _SMALL if small_excess >= 0 else _MAIN
-                slot = next(main if line else small, None)
+                queue, line = (small, _SMALL) if small_excess >= 0 else (main, _MAIN)
+                slot = next(queue, None)
                 if slot is None:  # that one is dry
-                    line = _MAIN - line
-                    slot = next(main if line else small)
+                    queue, line = (main, _MAIN) if line == _SMALL else (small, _SMALL)
+                    slot = next(queue, None)
+                if slot is None:
+                    raise RuntimeError("the queues hold fewer blocks than were counted")
                 if line == _SMALL:
                     if uses_of[slot] < _USES_TO_STAY or not passes:
                         break
