@@ -227,3 +227,9 @@ def test_a_model_that_cannot_chat_is_refused(model: Path, tmp_path: Path) -> Non
 def test_options_are_checked_when_they_are_made() -> None:
     with pytest.raises(ConfigurationError, match="new_tokens is -1"):
         DemoOptions(new_tokens=-1)
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "./nowhere", "nowhere.gguf"])
+def test_a_model_file_that_is_missing_is_named(path: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"nowhere.*: there is no such file"):
+        ChatModel.load(path)

@@ -46,6 +46,11 @@ class ChatModel:
         """
         transformers = import_extra("transformers", extra="demo", needed_by=_NEEDED_BY)
         path = _packaged_model() if model is None else Path(model)
+        if model is not None and not path.exists() and (path.suffix == ".gguf" or model.startswith(("/", "."))):
+            raise ConfigurationError(
+                f"cannot load the model {model}: there is no such file or directory; "
+                "give one that is there, or a name that Transformers knows"
+            )
         source, options = str(path), {}
         if path.suffix == ".gguf":
             for module in ("gguf", "sentencepiece", "accelerate"):
