@@ -1,4 +1,4 @@
-"""The CPU as a device: each stream is a thread, and the bytes move with the GIL released."""
+"""The CPU as a device: each stream is a thread, one more helps it, and the bytes move with the GIL released."""
 
 from __future__ import annotations
 
@@ -192,6 +192,7 @@ class HostDevice(SimulatedDevice):
         for stream in streams:
             if not stream.thread.join(max(0.0, deadline - time.perf_counter())):
                 logger.warning("stream %r has not ended in time; the rest of its work will be skipped", stream.name)
+        self._copier.close()
 
     def _put_event(self, stream: Stream, *, is_awaited: bool) -> HostEvent:
         owned = self._own_stream(stream)

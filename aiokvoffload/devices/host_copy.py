@@ -3,7 +3,8 @@
 Each call into C gives up the GIL and must win it back, which takes up to the switch interval (5 ms) while another
 thread runs Python. A loop of `memmove` over small pages therefore crawls as soon as the process has anything else
 to do. `process_vm_readv` on the own process moves up to 1024 pages per call, but has each 4 KiB of them looked up. For
-pages in between, `memmove` is faster as long as the GIL comes back at once, so it is tried and watched.
+pages in between, `memmove` is faster as long as the GIL comes back at once, so it is tried and watched. What is small
+keeps a processor busy rather than memory, so two threads share a large plan.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aiokvoffload.clock import Clock, SystemClock
 from aiokvoffload.devices.base import CopyPlan
+from aiokvoffload.devices.helper_thread import HelperThread, Piece
 
 MAXIMUM_VECTOR_COUNT = 1024
 """IOV_MAX of Linux: the most descriptors one call takes."""
@@ -36,6 +40,9 @@ _RETRY_SECONDS = 0.1
 _LOOK_BYTES = 512 * 1024
 """After so many bytes of single copies the clock is looked at."""
 
+_PIECE_BYTES = 2 * 1024 * 1024
+"""So much is copied in a go, by one of two threads: one does not reach what memory can do with small pages."""
+
 _ProcessVmReadv = Callable[[int, int, int, int, int, int], int]
 _Copies = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 """Sources, destinations and byte counts."""
@@ -54,11 +61,12 @@ class HostCopier:
     def __init__(self, clock: Clock | None = None) -> None:
         self._now = (clock or SystemClock()).now
         self._retry_at = self._now()
+        self._helper = HelperThread("aiokvoffload-copies")
         self._process_vm_readv = _find_process_vm_readv()
         self.is_vectored = self._process_vm_readv is not None and self._probe()
 
     def copy(self, plan: CopyPlan) -> None:
-        """Move the bytes of a valid plan in the calling thread.
+        """Move the bytes of a valid plan, in the calling thread and, if they are many, one that helps it.
 
         Raises:
             OSError: An address is not mapped; part of the plan may have been copied. (Copies of
@@ -66,34 +74,54 @@ class HostCopier:
         """
         copies = plan.sources, plan.destinations, plan.byte_counts
         if not self.is_vectored:
-            copy_one_by_one(*copies)
+            self._helper.share(_pieces(copy_one_by_one, _cut(copies)))
             return
+        pieces: list[Piece] = []
         size_classes = np.searchsorted((WATCHED_COPY_BYTES, SINGLE_COPY_BYTES), plan.byte_counts, side="right")
-        for size_class, copy in enumerate((self._copy_vectored, self._copy_watched, copy_one_by_one)):
+        for size_class, pieces_of in enumerate((self._vectored_pieces, self._watched_pieces, self._single_pieces)):
             chosen = size_classes == size_class
             if chosen.any():
-                copy(*_part(copies, chosen))
+                pieces += pieces_of(_part(copies, chosen))
+        self._helper.share(pieces)
 
-    def _copy_watched(
-        self, sources: NDArray[np.int64], destinations: NDArray[np.int64], byte_counts: NDArray[np.int64]
-    ) -> None:
-        """Copy some in a batch, others one by one as long as that is not slower, and the rest in batches."""
-        copies = sources, destinations, byte_counts
+    def close(self) -> None:
+        """Let the helping thread end; copies go on without it."""
+        self._helper.close()
+
+    def _vectored_pieces(self, copies: _Copies) -> list[Piece]:
+        return _pieces(self._copy_vectored, copies)
+
+    def _single_pieces(self, copies: _Copies) -> list[Piece]:
+        return _pieces(copy_one_by_one, _cut(copies))
+
+    def _watched_pieces(self, copies: _Copies) -> list[Piece]:
+        """Copy some in a batch, and return what copies the others: one by one as long as that is not slower."""
+        byte_counts = copies[2]
         sample_count = 1 + int(np.searchsorted(np.cumsum(byte_counts), _SAMPLE_BYTES))
         started = self._now()
         self._copy_vectored(*_part(copies, slice(sample_count)))
         sampled = self._now()
-        done_count = sample_count
-        if done_count < len(byte_counts) and sampled >= self._retry_at:
-            seconds_per_byte = (sampled - started) / int(byte_counts[:sample_count].sum())
-            done_count += self._copy_while_prompt(_part(copies, slice(sample_count, None)), seconds_per_byte)
+        seconds_per_byte = (sampled - started) / int(byte_counts[:sample_count].sum())
+        return _pieces(partial(self._copy_watched, seconds_per_byte), _part(copies, slice(sample_count, None)))
+
+    def _copy_watched(
+        self,
+        seconds_per_byte: float,
+        sources: NDArray[np.int64],
+        destinations: NDArray[np.int64],
+        byte_counts: NDArray[np.int64],
+    ) -> None:
+        copies = sources, destinations, byte_counts
+        done_count, now = 0, self._now()
+        if now >= self._retry_at:
+            done_count = self._copy_while_prompt(copies, now, seconds_per_byte)
         if done_count < len(byte_counts):
             self._copy_vectored(*_part(copies, slice(done_count, None)))
 
-    def _copy_while_prompt(self, copies: _Copies, seconds_per_byte: float) -> int:
+    def _copy_while_prompt(self, copies: _Copies, now: float, seconds_per_byte: float) -> int:
         """Copy one by one until that takes longer than batches would, and return how many were copied."""
         memmove = ctypes.memmove
-        latest = self._now() + _GRACE_SECONDS
+        latest = now + _GRACE_SECONDS
         unseen_bytes = 0
         for index, (source, destination, byte_count) in enumerate(_rows(copies)):
             memmove(destination, source, byte_count)
@@ -164,6 +192,29 @@ def copy_one_by_one(
 def _rows(copies: _Copies) -> Iterable[tuple[int, int, int]]:
     sources, destinations, byte_counts = copies
     return zip(sources.tolist(), destinations.tolist(), byte_counts.tolist(), strict=True)
+
+
+def _pieces(copy: Callable[..., None], copies: _Copies) -> list[Piece]:
+    """Return calls of `copy` that copy about `_PIECE_BYTES` each."""
+    byte_counts = copies[2]
+    ends = np.cumsum(byte_counts)
+    marks = np.arange(_PIECE_BYTES, byte_counts.sum(), _PIECE_BYTES)
+    bounds = np.unique([0, *np.searchsorted(ends, marks) + 1, len(ends)]).tolist()
+    return [partial(copy, *_part(copies, slice(start, stop))) for start, stop in pairwise(bounds)]
+
+
+def _cut(copies: _Copies) -> _Copies:
+    """Cut copies of more than `_PIECE_BYTES` into several."""
+    sources, destinations, byte_counts = copies
+    cut_counts = -(-byte_counts // _PIECE_BYTES)
+    owners = np.repeat(np.arange(len(byte_counts)), cut_counts)
+    firsts = np.repeat(np.cumsum(cut_counts) - cut_counts, cut_counts)
+    offsets = (np.arange(len(owners)) - firsts) * _PIECE_BYTES
+    return (
+        sources[owners] + offsets,
+        destinations[owners] + offsets,
+        np.minimum(byte_counts[owners] - offsets, _PIECE_BYTES),
+    )
 
 
 def _part(copies: _Copies, chosen: slice | NDArray[np.bool_]) -> _Copies:

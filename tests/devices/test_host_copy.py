@@ -6,6 +6,8 @@ import ctypes
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from aiokvoffload.devices import host_copy
 from aiokvoffload.devices.base import Direction
@@ -90,6 +92,7 @@ class Pages:
             return genuine(process, local, local_count, remote, remote_count, flags)
 
         monkeypatch.setattr(host_copy, "_find_process_vm_readv", lambda: counted)
+        monkeypatch.setattr(host_copy, "_PIECE_BYTES", PAGE_COUNT * PAGE_BYTES)  # nothing is shared
         self.copier = HostCopier(self.clock)
         self.source = pattern(PAGE_COUNT * PAGE_BYTES)
         self.source[::PAGE_BYTES] = np.arange(PAGE_COUNT)
@@ -127,3 +130,40 @@ def test_single_copies_may_take_as_long_as_the_batch_did(
     pages = Pages(monkeypatch)
     pages.clock.jump_before(2, BATCH_READINGS + look)  # a second for 16 pages, then one for 8 or 16 others
     assert pages.copy() == [SAMPLE_COUNT, *[PAGE_COUNT - SAMPLE_COUNT - look * LOOK_COUNT] * is_late]
+
+
+@given(
+    byte_counts=st.lists(st.integers(1, 9000), max_size=20),
+    piece_bytes=st.integers(1, 10000),
+    watched_bytes=st.integers(1, 5000),
+    is_vectored=st.booleans(),
+)
+def test_a_plan_is_copied_whole_however_it_is_divided(
+    byte_counts: list[int], piece_bytes: int, watched_bytes: int, is_vectored: bool
+) -> None:
+    source, target = pattern(sum(byte_counts)), np.zeros(sum(byte_counts), np.uint8)
+    starts = np.cumsum([0, *byte_counts]).tolist()
+    copies = [
+        (source.ctypes.data + at, target.ctypes.data + at, size)
+        for at, size in zip(starts[:-1], byte_counts, strict=True)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_copy, "_PIECE_BYTES", piece_bytes)
+        patch.setattr(host_copy, "WATCHED_COPY_BYTES", watched_bytes)
+        patch.setattr(host_copy, "SINGLE_COPY_BYTES", 2 * watched_bytes)
+        patch.setattr(host_copy, "_SAMPLE_BYTES", watched_bytes)
+        copier = HostCopier()
+        copier.is_vectored = is_vectored
+        copier.copy(plan_of(Direction.LOAD, copies))
+        copier.close()
+    assert np.array_equal(source, target)
+
+
+@pytest.mark.parametrize(("byte_count", "piece_count"), [(1, 1), (10, 1), (11, 2), (35, 4)])
+def test_a_long_copy_is_cut(byte_count: int, piece_count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_copy, "_PIECE_BYTES", 10)
+    columns = (np.array(column, np.int64) for column in ([100, 500], [300, 700], [byte_count, 1]))
+    sources, destinations, byte_counts = host_copy._cut((next(columns), next(columns), next(columns)))
+    assert byte_counts.tolist() == [10] * (piece_count - 1) + [byte_count - 10 * (piece_count - 1), 1]
+    assert sources.tolist() == [*range(100, 100 + 10 * piece_count, 10), 500]
+    assert destinations.tolist() == [*range(300, 300 + 10 * piece_count, 10), 700]
