@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers_rig import tiny_model, transformers
 
-from aiokvoffload.integrations.transformers.layout import probe_layout
+from aiokvoffload.integrations.transformers.layout import CacheLayout, CutLayer, probe_layout
 from aiokvoffload.integrations.transformers.scratch import ScratchBlocks, new_block_tensors, runs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -34,6 +34,21 @@ def test_what_was_filled_is_emptied_into_its_columns(blocks: list[int], cut: tup
         for made, tensor in zip(new, tensors[layer.index], strict=True):
             assert torch.equal(made[:, : len(source)], tensor[1, :, source.start : source.stop])
             assert not made[:, len(source) :].any()
+
+
+def test_layers_of_several_dtypes_share_a_block_without_overlap() -> None:
+    layers = tuple(
+        CutLayer(index=index, window_tokens=None, key_shape=(1, 3), value_shape=(1, 5), dtype=dtype)
+        for index, dtype in enumerate((torch.bfloat16, torch.float32, torch.float16))
+    )
+    tensors = new_block_tensors(CacheLayout(layers, 3, torch.device("cpu")), 1, 2)
+    views = [views[layer.index] for layer in layers for views in (tensors.keys, tensors.values)]
+    for number, view in enumerate(views):
+        view[:] = number
+    assert [set(view.flatten().tolist()) for view in views] == [{float(number)} for number in range(6)]
+    (blocks,) = tensors.groups
+    assert blocks.is_contiguous()
+    assert all(view.untyped_storage().data_ptr() == blocks.untyped_storage().data_ptr() for view in views)
 
 
 def test_numbers_are_split_into_runs_of_neighbours_in_their_order() -> None:

@@ -17,7 +17,7 @@ import torch
 
 from aiokvoffload.errors import ConfigurationError, InvalidRequestError
 from aiokvoffload.extras import import_extra
-from aiokvoffload.kv_caches import KVGroup
+from aiokvoffload.kv_caches import KVGroup, KVGroupKind
 
 EXTRA = "transformers"
 NEEDED_BY = "offloading for Transformers"
@@ -123,15 +123,12 @@ class CacheLayout:
         return counts.pop()
 
     def kv_groups(self, block_tokens: int) -> list[KVGroup]:
-        """Describe the groups over two tensors a layer, its keys and its values, in the order of `groups`."""
+        """Describe the groups over one tensor for each, in the order of `groups`."""
         described = []
-        first = 0
-        for group in self.groups:
+        for index, group in enumerate(self.groups):
             window = group[0].window_tokens
-            layers = range(first, first + 2 * len(group))
-            kind: Any = "full" if window is None else "window"
-            described.append(KVGroup(block_tokens=block_tokens, layers=layers, kind=kind, window_tokens=window))
-            first = layers.stop
+            kind: KVGroupKind = "full" if window is None else "window"
+            described.append(KVGroup(block_tokens=block_tokens, layers=[index], kind=kind, window_tokens=window))
         return described
 
 
@@ -227,9 +224,11 @@ def check_kinds(cache: Any) -> None:
             f"{kind}{type(cache).__name__} cannot be cut into blocks; "
             "use DynamicCache(config=model.config), or the cache that restore() returns"
         )
+    from aiokvoffload.integrations.transformers.growing import GrowingLayer  # imports Transformers
+
     utilities = transformers.cache_utils
     # A subclass may keep more than keys and values, as a quantized layer does.
-    cuttable = (utilities.DynamicLayer, utilities.DynamicSlidingWindowLayer, utilities.DummyLayer)
+    cuttable = (utilities.DynamicLayer, GrowingLayer, utilities.DynamicSlidingWindowLayer, utilities.DummyLayer)
     for index, layer in enumerate(cache.layers):
         if type(layer) not in cuttable:
             raise InvalidRequestError(

@@ -30,7 +30,6 @@ from aiokvoffload.integrations.transformers.layout import (
     check_layers,
     check_model,
     probe_layout,
-    transformers_module,
 )
 from aiokvoffload.integrations.transformers.prefix import Request, RestoredPrefix, forward_inputs
 from aiokvoffload.integrations.transformers.restoring import Restorer
@@ -197,10 +196,12 @@ class PrefixCache:
         Raises:
             InvalidRequestError: The prompts are no such thing.
         """
+        from aiokvoffload.integrations.transformers.growing import new_growing_cache  # imports Transformers
+
         self._check_open()
         batch = Batch.of(prompts, attention_mask)
         request = Request(self._new_contexts(batch, session_id), adapter, salt)
-        cache = transformers_module().DynamicCache(config=self._model.config)
+        cache = new_growing_cache(self._model.config)
         found = await self._restorer.restore(batch, request, cache)
         cache.activate_past_recording()
         return RestoredPrefix(

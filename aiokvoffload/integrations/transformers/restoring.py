@@ -49,12 +49,11 @@ class Restorer(BlockMover):
                 return nothing
             tensors: Tensors = {}
             for row, ticket in enumerate(tickets):
-                blocks = ticket.token_count // self._block_tokens
                 if column_count > batch.padding(row) and not await self._load_row(
-                    batch, request, row, keys[row], blocks, column_count, tensors
+                    batch, request, row, keys[row], ticket, column_count, tensors
                 ):
                     return nothing
-        self._install(cache, tensors, column_count)
+        await self._compute.run(self._install, cache, tensors, column_count)
         restored = (max(0, column_count - batch.padding(row)) for row in range(len(batch.rows)))
         return Found(
             column_count, tuple(max(0, tokens - found) for tokens, found in zip(restored, in_memory, strict=True))
@@ -91,14 +90,15 @@ class Restorer(BlockMover):
         request: Request,
         row: int,
         keys: list[list[OffloadKey]],
-        block_count: int,
+        ticket: LoadTicket,
         column_count: int,
         tensors: Tensors,
     ) -> bool:
         """Load the pinned blocks of a row, as many at a time as there are scratch blocks; return whether they came."""
-        for start in range(0, block_count, self._scratch.block_count):
-            end = min(block_count, start + self._scratch.block_count)
-            with self._prepare(request, row, keys, end, start) as piece:
+        block_count, most = ticket.token_count // self._block_tokens, self._scratch.block_count
+        for start in range(0, block_count, most):
+            end = min(block_count, start + most)
+            with ticket if block_count <= most else self._prepare(request, row, keys, end, start) as piece:
                 await piece.ready()
                 if piece.result is not LookupResult.HIT or piece.token_count != end * self._block_tokens:
                     return False  # a reset came between
@@ -144,13 +144,16 @@ class Restorer(BlockMover):
         return count * self._block_tokens
 
     def _new_tensors(self, batch: Batch, column_count: int) -> Tensors:
-        """Return keys and values of each layer, `(rows, heads, columns, elements)`, padding as zeros."""
+        """Return memory for each layer, with room behind the last column where all are kept; padding is zero."""
+        from aiokvoffload.integrations.transformers.growing import room_tokens  # imports Transformers
+
         device, row_count = self._layout.device, len(batch.rows)
         new = torch.zeros if batch.is_padded else torch.empty  # all columns of a row without padding are copied
         tensors = {}
         for layer in self._layout.layers:
-            kept = column_count - layer.first_column(column_count)
-            shapes = ((heads, kept, elements) for heads, elements in (layer.key_shape, layer.value_shape))
+            first = layer.first_column(column_count)
+            columns = room_tokens(column_count) if layer.window_tokens is None else column_count - first
+            shapes = ((heads, columns, elements) for heads, elements in (layer.key_shape, layer.value_shape))
             keys, values = (new(row_count, *shape, dtype=layer.dtype, device=device) for shape in shapes)
             tensors[layer.index] = keys, values
         return tensors
@@ -182,10 +185,13 @@ class Restorer(BlockMover):
         """Make tensors those of a cache's layers, as if the model had filled them."""
         for index, (keys, values) in tensors.items():
             layer = cache.layers[index]
-            layer.lazy_initialization(keys, values)
-            layer.keys, layer.values = keys, values
             if layer.is_sliding:
+                layer.lazy_initialization(keys, values)
+                layer.keys, layer.values = keys, values
                 layer.cumulative_length = column_count
+            else:
+                layer.adopt(keys, values, column_count)
 
 
 Tensors = dict[int, tuple[torch.Tensor, torch.Tensor]]
+"""Memory of the keys and values of each layer, `(rows, heads, columns, elements)`."""

@@ -6,7 +6,10 @@ blocks that were loaded. There are a few such blocks, which requests take in tur
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import anyio
@@ -14,6 +17,9 @@ import torch
 
 from aiokvoffload.integrations.transformers.layout import CacheLayout, CutLayer
 from aiokvoffload.kv_caches import CanonicalKVCaches
+
+_ALIGNMENT_BYTES = 16
+"""Where elements of any dtype may begin."""
 
 
 class ScratchBlocks:
@@ -30,16 +36,14 @@ class ScratchBlocks:
         self.block_tokens = block_tokens
         self.block_count = block_count
         self._layout = layout
-        self._keys, self._values = tensors
+        self._tensors = tensors
         self._free = list(range(block_count))
         self._line = anyio.Lock()
         self._change = anyio.Event()
 
     def kv_caches(self) -> CanonicalKVCaches:
         """Return the blocks as an offloader takes them."""
-        layers = [layer for group in self._layout.groups for layer in group]
-        tensors = [tensors[layer.index] for layer in layers for tensors in (self._keys, self._values)]
-        return CanonicalKVCaches.from_layers(tensors, groups=self._layout.kv_groups(self.block_tokens))
+        return CanonicalKVCaches.from_layers(self._tensors.groups, groups=self._layout.kv_groups(self.block_tokens))
 
     @property
     def free_count(self) -> int:
@@ -74,7 +78,7 @@ class ScratchBlocks:
         for layer in self._layout.groups[group]:
             kept = cache.layers[layer.index]
             start = first_column - first_kept_column(kept)
-            for blocks_of, tensor in ((self._keys, kept.keys), (self._values, kept.values)):
+            for blocks_of, tensor in ((self._tensors.keys, kept.keys), (self._tensors.values, kept.values)):
                 tokens = tensor[row, :, start : start + len(blocks) * self.block_tokens]
                 blocks_of[layer.index][into] = tokens.unflatten(1, (len(blocks), self.block_tokens)).movedim(1, 0)
 
@@ -102,7 +106,7 @@ class ScratchBlocks:
             loaded = range(stop, stop + len(run) * self.block_tokens)
             stop = loaded.stop
             columns = range(max(loaded.start, first_column), min(loaded.stop, first_column + len(source)))
-            for blocks_of, row in ((self._keys, keys), (self._values, values)) if columns else ():
+            for blocks_of, row in ((self._tensors.keys, keys), (self._tensors.values, values)) if columns else ():
                 tokens = blocks_of[layer.index][run.start : run.stop].movedim(0, 1)
                 into = row[:, columns.start : columns.stop]
                 if columns == loaded:
@@ -111,30 +115,42 @@ class ScratchBlocks:
                     into.copy_(tokens.flatten(1, 2)[:, columns.start - loaded.start : columns.stop - loaded.start])
 
 
-BlockTensors = tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]
-"""Keys and values of each layer, `(blocks, heads, tokens, elements)`."""
+@dataclass(frozen=True, slots=True)
+class BlockTensors:
+    """The memory of scratch blocks.
+
+    All that a KV group has of a block lies in one piece, so that a block is moved by one copy.
+
+    Attributes:
+        groups: The blocks of each KV group, `(blocks, bytes)`.
+        keys: The keys in them, of each layer: `(blocks, heads, tokens, elements)`.
+        values: The same of the values.
+    """
+
+    groups: list[torch.Tensor]
+    keys: dict[int, torch.Tensor]
+    values: dict[int, torch.Tensor]
 
 
 def new_block_tensors(layout: CacheLayout, block_tokens: int, block_count: int) -> BlockTensors:
     """Return the memory of scratch blocks, as zeros."""
-
-    def tensors(shapes: dict[int, tuple[int, int]]) -> dict[int, torch.Tensor]:
-        return {
-            layer.index: torch.zeros(
-                block_count,
-                shapes[layer.index][0],
-                block_tokens,
-                shapes[layer.index][1],
-                dtype=layer.dtype,
-                device=layout.device,
-            )
-            for layer in layout.layers
-        }
-
-    return (
-        tensors({layer.index: layer.key_shape for layer in layout.layers}),
-        tensors({layer.index: layer.value_shape for layer in layout.layers}),
-    )
+    tensors = BlockTensors([], {}, {})
+    for group in layout.groups:
+        parts = [
+            (layer, shape, views)
+            for layer in group
+            for shape, views in ((layer.key_shape, tensors.keys), (layer.value_shape, tensors.values))
+        ]
+        sizes = [math.prod(shape) * block_tokens * layer.dtype.itemsize for layer, shape, _ in parts]
+        aligned = [-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes]
+        blocks = torch.zeros(block_count, sum(aligned), dtype=torch.uint8, device=layout.device)
+        tensors.groups.append(blocks)
+        for start, size, (layer, (heads, elements), views) in zip(
+            accumulate(aligned, initial=0), sizes, parts, strict=False
+        ):
+            rows = blocks[:, start : start + size].view(layer.dtype)
+            views[layer.index] = rows.view(block_count, heads, block_tokens, elements)
+    return tensors
 
 
 def runs(blocks: Sequence[int], longest: int) -> Iterator[range]:
