@@ -39,6 +39,9 @@ class BlockwiseTier(Tier):
     def touch_block(self, key: OffloadKey, use: Use, index: int) -> BlockResult:
         """Note a use of a block."""
 
+    def count_uses(self, keys: Sequence[OffloadKey], use: Use, indices: Sequence[int]) -> None:
+        """Note the uses of some blocks of a call in the books, all at once; each block is touched afterwards."""
+
     @abstractmethod
     def close_storage(self) -> None:
         """Give back what the tier holds."""
@@ -50,6 +53,11 @@ class BlockwiseTier(Tier):
     def do_blocks(self, call: TierCall, indices: Sequence[int]) -> list[BlockResult]:
         """Do the work on some blocks of a call, and return what became of them."""
         do_block, began, now = self._work_of(call), call.began, self.clock.now
+        if call.operation is Operation.TOUCH:
+            try:
+                self.count_uses(call.keys, call.use, indices)
+            except Exception as exc:  # noqa: BLE001 - as below
+                return [self.failed(call, exc)] * len(indices)
         results = []
         for index in indices:
             began[index] = now()

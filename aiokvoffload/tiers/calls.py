@@ -47,6 +47,10 @@ class Use:
         """Return the depth of one block, 0 where unknown."""
         return 0 if self.depths is None else self.depths[index]
 
+    def depths_of(self, indices: Sequence[int]) -> list[int] | None:
+        """Return the depths of some blocks, None where unknown."""
+        return None if self.depths is None else [self.depths[index] for index in indices]
+
 
 class TierCall:
     """A batch that was posted to a tier; its state changes only inside `Tier.poll()` and `cancel()`.

@@ -100,10 +100,10 @@ class MemoryTier(BlockwiseTier):
 
     def put_block(self, key: OffloadKey, payload: memoryview, use: Use, index: int) -> BlockResult:
         """Copy a block into the dict."""
-        access = self._access(use, index)
+        access = self._access(use, [index])
         byte_count = self._envelope.stored_bytes(key, payload.nbytes)
         if len(self.blocks.get(key, b"")) == byte_count:
-            self._slots.touch(key, access)
+            self._slots.touch([key], access)
             return PRESENT
         if byte_count > self._slots.capacity_bytes:
             return refusal(Reason.FULL, f"{byte_count} bytes are more than the capacity")
@@ -143,9 +143,12 @@ class MemoryTier(BlockwiseTier):
         return DELETED
 
     def touch_block(self, key: OffloadKey, use: Use, index: int) -> BlockResult:
-        """Tell the policy."""
-        self._slots.touch(key, self._access(use, index))
+        """Look into the dict: `count_uses` has told the policy."""
         return self.find_block(key)
+
+    def count_uses(self, keys: Sequence[OffloadKey], use: Use, indices: Sequence[int]) -> None:
+        """Tell the policy."""
+        self._slots.touch([keys[index] for index in indices], self._access(use, indices))
 
     def close_storage(self) -> None:
         """Forget all blocks."""
@@ -155,9 +158,8 @@ class MemoryTier(BlockwiseTier):
         self.blocks.pop(key, None)
         self._slots.remove(key)
 
-    def _access(self, use: Use, index: int) -> Access:
-        depths = None if use.depths is None else [use.depths[index]]
-        return Access(self._ticks.tick(use.request), self.clock.now(), depths=depths)
+    def _access(self, use: Use, indices: Sequence[int]) -> Access:
+        return Access(self._ticks.tick(use.request), self.clock.now(), depths=use.depths_of(indices))
 
     def _holdings(self) -> Holdings:
         slots = self._slots

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from aiokvoffload.errors import ConfigurationError
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.policies.base import Access, CachePolicy
@@ -70,13 +72,16 @@ class BlockSlots:
         """Let a block leave from now on."""
         self._policy.unpin([self._slot_of[key]])
 
-    def touch(self, key: OffloadKey, access: Access) -> None:
-        """Note a use of a block, held or not."""
-        slot = self._slot_of.get(key)
-        if slot is None:
-            self._policy.miss([key], access)
-        else:
-            self._policy.touch([slot], access)
+    def touch(self, keys: Sequence[OffloadKey], access: Access) -> None:
+        """Note a use of blocks, held or not."""
+        slots = [self._slot_of.get(key) for key in keys]
+        held = [slot for slot in slots if slot is not None]
+        if len(held) == len(keys):
+            self._policy.touch(held, access)
+            return
+        self._policy.touch(held, access.select([place for place, slot in enumerate(slots) if slot is not None]))
+        absent = [place for place, slot in enumerate(slots) if slot is None]
+        self._policy.miss([keys[place] for place in absent], access.select(absent))
 
     def pick_victim(self) -> OffloadKey | None:
         """Choose the block that leaves first; it is leaving until `remove` or `keep`. None if none can."""

@@ -32,7 +32,8 @@ TEMPLATE = (
 )
 REQUESTS = [
     *("turn 1", "turn 2", "turn 3", "Ada", "Ben", "Cleo"),
-    *("Dora, bar", "Emil, bar", "Fay, bar", "turn 3 again", "Gil, bar"),
+    *("Dora, bar", "Emil, bar", "Fay, bar", "Ida, bar", "Jon, bar", "Kim, bar"),
+    *("turn 3 again", "Gil, bar", "Lea, bar", "Max, bar"),
 ]
 
 
@@ -86,8 +87,8 @@ def test_it_restores_what_it_has_seen_and_says_the_same(
     assert [request["name"] for request in requests] == REQUESTS
     assert all(request["are_tokens_equal"] for request in requests)
     first = {"bar" in request["name"]: request for request in reversed(requests)}  # with each system prompt
-    from_memory = ["", *["CPU memory"] * 5, "", *["CPU memory"] * 2]
-    assert [request["restored_from"] for request in requests] == [*from_memory, "disk", "disk"]
+    from_memory = ["", *["CPU memory"] * 5, "", *["CPU memory"] * 5]
+    assert [request["restored_from"] for request in requests] == [*from_memory, *["disk"] * 4]
     assert [first[is_at_bar]["restored_tokens"] for is_at_bar in (False, True)] == [0, 0]
     for request in requests:
         if request in first.values():
@@ -95,6 +96,7 @@ def test_it_restores_what_it_has_seen_and_says_the_same(
         assert request["restored_tokens"] >= first["bar" in request["name"]]["prompt_tokens"] - 48
         assert request["prompt_tokens"] - request["restored_tokens"] < 64
         assert request["speedup"] == request["first_token_seconds_without"] / request["first_token_seconds"]
+    assert {median["restored_from"] for median in found["medians"]} == {"CPU memory", "disk"}
     (tier,) = found["tiers"]
     assert tier["bytes_written"] > 0
     assert "turn 3: " in printed.err
@@ -148,22 +150,39 @@ def test_only_layers_in_float32_are_packed(dtype: torch.dtype) -> None:
         torch.testing.assert_close(layers(rows), expected)
 
 
-def test_a_table_says_where_an_answer_changed(capsys: pytest.CaptureFixture[str]) -> None:
-    request = RequestReport(
+def served(prompt_tokens: int, restored_from: str, seconds: float, *, are_equal: bool = True) -> RequestReport:
+    return RequestReport(
         name="turn 1",
-        prompt_tokens=500,
-        restored_tokens=496,
-        restored_from="disk",
+        prompt_tokens=prompt_tokens,
+        restored_tokens=496 if restored_from else 0,
+        restored_from=restored_from,
         first_token_seconds_without=8.0,
-        first_token_seconds=0.5,
-        are_tokens_equal=False,
+        first_token_seconds=seconds,
+        are_tokens_equal=are_equal,
     )
-    report = DemoReport(model="tiny", requests=(request,), p99_loop_stall_ms=1.0, max_loop_stall_ms=3.0, tiers=())
+
+
+def report_of(*requests: RequestReport) -> DemoReport:
+    return DemoReport(model="tiny", requests=requests, p99_loop_stall_ms=1.0, max_loop_stall_ms=3.0, tiers=())
+
+
+def test_a_table_says_where_an_answer_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    report = report_of(served(500, "disk", 0.5, are_equal=False))
     assert not report.is_faultless
     report.write_table()
     assert capsys.readouterr().out.splitlines() == [
         "request  prompt  restored  from  first token without  with offloading  sooner  same answer",
         "turn 1   500     496       disk  8.00 s               0.50 s           16.0 x  NO",
+        "event-loop stall: p99 1 ms, longest 3 ms",
+    ]
+
+
+def test_prompts_that_are_alike_have_a_median(capsys: pytest.CaptureFixture[str]) -> None:
+    in_memory = [served(tokens, "CPU memory", seconds) for tokens, seconds in ((520, 1.0), (540, 0.5), (1100, 0.1))]
+    report = report_of(served(520, "", 8.0), *in_memory, served(500, "CPU memory", 0.25), served(500, "disk", 1.0))
+    report.write_table()
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "about 500 tokens, restored from CPU memory: first token 16.0 times sooner, the median of 3 prompts",
         "event-loop stall: p99 1 ms, longest 3 ms",
     ]
 

@@ -8,6 +8,7 @@ import re
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, Self, TextIO
 
 from aiokvoffload.cli.report import TierReport
@@ -67,6 +68,30 @@ class RequestReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Median:
+    """What several prompts of about the same length, restored from the same place, have in common.
+
+    Attributes:
+        prompt_tokens: Tokens of a prompt, in hundreds.
+        restored_from: As in `RequestReport`.
+        request_count: How many prompts.
+        speedup: How many times sooner the first token was there, the median of all.
+    """
+
+    prompt_tokens: int
+    restored_from: str
+    request_count: int
+    speedup: float
+
+    def describe(self) -> str:
+        """Say it in one line."""
+        return (
+            f"about {self.prompt_tokens:,} tokens, restored from {self.restored_from}: first token {self.speedup:.1f} "
+            f"times sooner, the median of {self.request_count} prompts"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DemoReport:
     """All that a demo found.
 
@@ -89,6 +114,20 @@ class DemoReport:
         """Whether offloading has changed no answer."""
         return all(request.are_tokens_equal for request in self.requests)
 
+    @property
+    def medians(self) -> list[Median]:
+        """Of each place and length of which there is more than one prompt."""
+        groups: dict[tuple[int, str], list[float]] = {}
+        for request in self.requests:
+            if request.restored_tokens:
+                alike = round(request.prompt_tokens, -2), request.restored_from
+                groups.setdefault(alike, []).append(request.speedup)
+        return [
+            Median(prompt_tokens=tokens, restored_from=place, request_count=len(speedups), speedup=median(speedups))
+            for (tokens, place), speedups in groups.items()
+            if len(speedups) > 1
+        ]
+
     def joined(self, other: Self) -> Self:
         """Return what this one and a later process have found together."""
         return replace(
@@ -105,6 +144,7 @@ class DemoReport:
         figures = {
             "model": self.model,
             "requests": requests,
+            "medians": [asdict(one) for one in self.medians],
             "p99_loop_stall_ms": self.p99_loop_stall_ms,
             "max_loop_stall_ms": self.max_loop_stall_ms,
             "tiers": [asdict(tier) for tier in self.tiers],
@@ -161,7 +201,8 @@ class DemoReport:
 
     def _notes(self) -> list[str]:
         stall = f"event-loop stall: p99 {self.p99_loop_stall_ms:.0f} ms, longest {self.max_loop_stall_ms:.0f} ms"
-        return [*(f"{medium_of(tier.url)}: {tier.describe()}" for tier in self.tiers), stall]
+        tiers = (f"{medium_of(tier.url)}: {tier.describe()}" for tier in self.tiers)
+        return [*(one.describe() for one in self.medians), *tiers, stall]
 
 
 def medium_of(url: str) -> str:

@@ -98,6 +98,13 @@ is left behind is kept at the night desk for a month. The terrace door is locked
 sleep. Newspapers lie on the shelf beside the door, and a map of the town hangs over the piano. Ask us \
 for pens and paper."""
 
-BAR_GUESTS = {"Dora, bar": "Food?", "Emil, bar": "Soup?", "Fay, bar": "Music?"}
-BAR_FROM_DISK = ("Gil, bar", "Smoking?")
+BAR_GUESTS = {
+    "Dora, bar": "Food?",
+    "Emil, bar": "Soup?",
+    "Fay, bar": "Music?",
+    "Ida, bar": "Tips?",
+    "Jon, bar": "Beer?",
+    "Kim, bar": "Toast?",
+}
+BAR_FROM_DISK = {"Gil, bar": "Smoking?", "Lea, bar": "Coats?", "Max, bar": "Chess?"}
 BAR_AFTER_RESTART = ("Hal, bar, new process", "Dogs?")

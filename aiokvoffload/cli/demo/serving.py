@@ -215,7 +215,9 @@ async def serve_conversations(
         reports += [await desk.serve_at_bar(name, text) for name, text in BAR_GUESTS.items()]
         await desk.empty_memory()
         reports.append(await desk.answer(f"turn {turn} again", prompt, plain, "conversation"))
-        reports.append(await desk.serve_at_bar(*BAR_FROM_DISK))
+        for name, text in BAR_FROM_DISK.items():
+            await desk.empty_memory()
+            reports.append(await desk.serve_at_bar(name, text))
         return desk.report(reports), conversation.turns
 
 

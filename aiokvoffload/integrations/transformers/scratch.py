@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 import anyio
+import numpy as np
 import torch
 
 from aiokvoffload.integrations.transformers.layout import CacheLayout, CutLayer
@@ -110,9 +111,9 @@ class ScratchBlocks:
                 tokens = blocks_of[layer.index][run.start : run.stop].movedim(0, 1)
                 into = row[:, columns.start : columns.stop]
                 if columns == loaded:
-                    into.view(tokens.shape).copy_(tokens)
+                    _copy(tokens, into.view(tokens.shape))
                 else:
-                    into.copy_(tokens.flatten(1, 2)[:, columns.start - loaded.start : columns.stop - loaded.start])
+                    _copy(tokens.flatten(1, 2)[:, columns.start - loaded.start : columns.stop - loaded.start], into)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +152,17 @@ def new_block_tensors(layout: CacheLayout, block_tokens: int, block_count: int) 
             rows = blocks[:, start : start + size].view(layer.dtype)
             views[layer.index] = rows.view(block_count, heads, block_tokens, elements)
     return tensors
+
+
+def _copy(tokens: torch.Tensor, into: torch.Tensor) -> None:
+    """Copy `(..., elements)`, on a CPU in this thread alone.
+
+    PyTorch would share each of many small copies with its team of threads, and wait for whichever has no processor now.
+    """
+    if into.device.type == "cpu":
+        np.copyto(into.view(torch.uint8).numpy(), tokens.view(torch.uint8).numpy())
+    else:
+        into.copy_(tokens)
 
 
 def runs(blocks: Sequence[int], longest: int) -> Iterator[range]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from aiokvoffload.keys import OffloadKey
@@ -130,12 +130,13 @@ class EvictingLedger(Ledger):
             self._writing.discard(block)
             self._drop(_key(block))
 
-    def touch(self, block: BlockId, access: Access, used_ns: int) -> None:
+    def touch(self, blocks: Sequence[BlockId], access: Access, used_ns: Sequence[int]) -> None:
         """Tell the policy."""
         with self._guard:
-            self._slots.touch(_key(block), access)
-            if block in self._used_ns:
-                self._used_ns[block] = max(self._used_ns[block], used_ns)
+            self._slots.touch(list(map(_key, blocks)), access)
+            for block, used in zip(blocks, used_ns, strict=True):
+                if used > self._used_ns.get(block, used):
+                    self._used_ns[block] = used
 
     def forget(self, block: BlockId) -> None:
         """Free the bytes of a block that is gone."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 
 from aiokvoffload.policies.base import Access
@@ -32,8 +33,8 @@ class Ledger(ABC):
     def cancel(self, block: BlockId, byte_count: int) -> None:
         """Give back what was reserved for a block that was not written."""
 
-    def touch(self, block: BlockId, access: Access, used_ns: int) -> None:
-        """Note a use of a block."""
+    def touch(self, blocks: Sequence[BlockId], access: Access, used_ns: Sequence[int]) -> None:
+        """Note a use of blocks."""
 
     def forget(self, block: BlockId) -> None:
         """Note that a block's file is gone."""

@@ -7,6 +7,7 @@ import os
 import stat
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 
 from aiokvoffload.clock import Clock
@@ -135,26 +136,28 @@ class BlockStore:
         self.ledger.forget(block)
         return DELETED
 
+    def count_uses(self, keys: Sequence[OffloadKey], use: Use, indices: Sequence[int]) -> None:
+        """Note a use of blocks in the books."""
+        self.ledger.touch([self._place(keys[index]) for index in indices], *self._access(use, indices))
+
     def touch(self, key: OffloadKey, use: Use, index: int) -> BlockResult:
-        """Note a use, on the file too, where whoever evicts will see it."""
-        block = self._place(key)
-        access, used_ns = self._access(use, index)
-        self.ledger.touch(block, access, used_ns)
+        """Note a use on the file, where whoever evicts will see it."""
         found = self.find(key)
         if found.is_good:
-            self._note_use(block, used_ns)
+            _, (used_ns,) = self._access(use, [index])
+            self._note_use(self._place(key), used_ns)
         return found
 
     def _put(self, key: OffloadKey, payload: memoryview, byte_count: int, use: Use, index: int) -> BlockResult:
         block = self._place(key)
         path = self._layout.path(block)
-        access, used_ns = self._access(use, index)
+        access, (used_ns,) = self._access(use, [index])
         found = self._stat(block)
         if found is not None:
             if not stat.S_ISREG(found.st_mode):
                 return refusal(Reason.NOT_A_FILE)
             if found.st_size == byte_count:
-                self.ledger.touch(block, access, used_ns)
+                self.ledger.touch([block], access, [used_ns])
                 self._note_use(block, used_ns)
                 return PRESENT
         ledger = self.ledger  # reserved, it is this one's to commit, whoever evicts meanwhile
@@ -232,12 +235,12 @@ class BlockStore:
         self.ledger.forget(block)
         self.removed[fault.value] += 1
 
-    def _access(self, use: Use, index: int) -> tuple[Access, int]:
-        """Return the use of a block, and the time that says the same on its file: of equals, the deeper is older."""
+    def _access(self, use: Use, indices: Sequence[int]) -> tuple[Access, list[int]]:
+        """Return the use of blocks, and the times that say the same on their files: of equals, the deeper is older."""
         with self._tick_guard:
             tick = self._ticks.tick(use.request)
-        depths = None if use.depths is None else [use.depths[index]]
-        return Access(tick, self._clock.now(), depths=depths), tick - use.depth(index)
+        access = Access(tick, self._clock.now(), depths=use.depths_of(indices))
+        return access, [tick - use.depth(index) for index in indices]
 
     def _make_tick(self, last_tick: int) -> int:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -202,6 +203,10 @@ class FileTier(ThreadedTier):
     def delete_block(self, key: OffloadKey) -> BlockResult:
         """Remove a file."""
         return self._store.delete(key)
+
+    def count_uses(self, keys: Sequence[OffloadKey], use: Use, indices: Sequence[int]) -> None:
+        """Note the uses in the books."""
+        self._store.count_uses(keys, use, indices)
 
     def touch_block(self, key: OffloadKey, use: Use, index: int) -> BlockResult:
         """Set the times of a file."""
