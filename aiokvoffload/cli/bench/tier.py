@@ -212,11 +212,17 @@ def _measure_round(
     async def get(batch: range, worker: int) -> Sequence[BlockResult]:
         return await tier.get_into([keys[index] for index in batch], buffers[worker][: len(batch)])
 
-    # In turns, so that none of them has the machine in a better mood.
-    write_seconds = _time(lambda: plain.write(payloads))
-    put_seconds = anyio.run(_time_batches, put, len(payloads), batch_blocks, concurrency)
-    read_seconds = _time(lambda: plain.read(len(payloads), first_buffers))
-    get_seconds = anyio.run(_time_batches, get, len(payloads), batch_blocks, concurrency)
+    def in_tier(call: BatchCall) -> float:
+        return anyio.run(_time_batches, call, len(payloads), batch_blocks, concurrency)
+
+    # In turns, so that none of them has the machine in a better mood, nor always finds the disk as the other left it.
+    plain_first = number % 2 == 0
+    write_seconds, put_seconds = _in_order(
+        plain_first, lambda: _time(lambda: plain.write(payloads)), lambda: in_tier(put)
+    )
+    read_seconds, get_seconds = _in_order(
+        plain_first, lambda: _time(lambda: plain.read(len(payloads), first_buffers)), lambda: in_tier(get)
+    )
     checksum_seconds = _time(lambda: [checksum_of(payload) for payload in payloads])
     plain.remove(len(payloads))
     tier.wait(tier.start_delete(keys))
@@ -236,6 +242,14 @@ async def _time_batches(call: BatchCall, block_count: int, batch_blocks: int, wo
     started = time.perf_counter()
     await asyncio.gather(*(work(worker) for worker in range(worker_count)))
     return time.perf_counter() - started
+
+
+def _in_order(first_first: bool, first: Callable[[], float], second: Callable[[], float]) -> tuple[float, float]:
+    """Return what both return, of which either is called first."""
+    if first_first:
+        return first(), second()
+    found = second()
+    return first(), found
 
 
 def _time(work: Callable[[], object]) -> float:
