@@ -90,7 +90,6 @@ async def _measure_manager(policy: str, size: BenchSize) -> ManagerCost:
             pause_ms = pause.milliseconds()
     with CallTimer() as timer:
         own_rounds, bare_rounds = await operation_rounds((own, bare), keys, size, timer)
-        hostile = measure_hostile_cases(own.manager, keys, size, timer)
     own.manager.close_nowait()
     operations = {WITH_ROOM: _cost("prepare_store", own_fill, bare_fill, size.batch_size)}
     operations |= {name: _cost(name, own_rounds, bare_rounds, size.batch_size) for name in OPERATIONS}
@@ -102,7 +101,7 @@ async def _measure_manager(policy: str, size: BenchSize) -> ManagerCost:
         collector_pause_ms=pause_ms,
         bare_collector_pause_ms=bare_pause_ms,
         footprint=measure_footprint(policy, first_keys, size.batch_size),
-        hostile=hostile,
+        hostile=measure_hostile_cases(policy, size),
     )
 
 

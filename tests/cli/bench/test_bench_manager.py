@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from aiokvoffload.cli.bench.hostile import HOSTILE_CASES
+from aiokvoffload.cli.bench import hostile
+from aiokvoffload.cli.bench.hostile import HOSTILE_CASES, HostileCall
 from aiokvoffload.cli.bench.manager import MEASURED
+from aiokvoffload.cli.bench.rounds import BenchSize
 from aiokvoffload.cli.main import run
 from aiokvoffload.policies.lru import LRUPolicy
 
@@ -36,6 +38,18 @@ def test_every_operation_and_every_hostile_case_is_measured(capsys: pytest.Captu
         assert cost["hostile"]["offer all stored blocks and one more"]["key_count"] == 257
         assert cost["footprint"]["own_bytes"] > 0
         assert cost["collector_pause_ms"] > 0
+
+
+def test_of_the_same_hostile_call_the_shorter_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([[1.0, 9.0, 2.0], [8.0, 3.0, 2.5]])
+
+    def calls_of_cases(*_: object) -> dict[str, list[HostileCall]]:
+        found = next(times)
+        return {name: [HostileCall(milliseconds, 128) for milliseconds in found] for name in HOSTILE_CASES}
+
+    monkeypatch.setattr(hostile, "_calls_of_cases", calls_of_cases)
+    longest = hostile.measure_hostile_cases("lru", BenchSize(block_count=1024))
+    assert longest == dict.fromkeys(HOSTILE_CASES, HostileCall(3.0, 128))
 
 
 def test_history_is_told_apart_from_what_a_block_takes(capsys: pytest.CaptureFixture[str]) -> None:
