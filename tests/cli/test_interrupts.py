@@ -83,7 +83,7 @@ except BaseException as exc:  # some libraries do this while they are imported
 """
 
 
-@pytest.mark.parametrize("arguments", [["replay"], ["replay", "--workers", "2"], ["bench", "transfers"]])
+@pytest.mark.parametrize("arguments", [["replay"], ["replay", "--workers", "2"], ["bench", "transfer"]])
 def test_in_the_middle_of_an_import(tmp_path: Path, arguments: list[str]) -> None:
     (tmp_path / "torch.py").write_text(STUBBORN_TORCH)
     with started(*COMMAND, *arguments, path=tmp_path) as command:

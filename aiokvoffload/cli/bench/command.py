@@ -25,7 +25,7 @@ from aiokvoffload.errors import ConfigurationError
 
 DEFAULT_POLICIES = ("lru", "arc")
 ALL_POLICIES = ("lru", "arc", "lru2", "lrfu", "s3fifo", "adaptive")
-SECTIONS = ("machine", "manager", "comparison", "transfers", "path")
+SECTIONS = ("machine", "manager", "comparison", "transfer", "path")
 """Places for tables in the page that `bench all` writes."""
 
 _SIZES = tuple(BenchSize(block_count=count) for count in (10_000, 100_000, 1_000_000))
@@ -60,9 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     manager.add_argument("--policy", metavar="NAME", nargs="+", default=DEFAULT_POLICIES, help="default: lru arc")
     manager.add_argument("--batch", metavar="N", type=_positive, nargs="+", help="keys of a call (default 128)")
     manager.add_argument("--calls", metavar="N", type=_positive, help="calls of each operation (default 300)")
-    transfers = add(
-        "transfers", _run_transfers, "copies on the host device, and how soon whoever waits for one goes on"
-    )
+    transfer = add("transfer", _run_transfer, "copies on the host device, and how soon whoever waits for one goes on")
     path = add("path", _run_path, "the whole path with bytes, and 1,000 requests at once")
     path.add_argument("--blocks", metavar="N", type=_positive, nargs="+", help="CPU blocks (default 10000 1000000)")
     path.add_argument("--policy", metavar="NAME", help="default: lru")
@@ -73,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     everything.add_argument(
         "--write", metavar="PAGE", type=Path, help="put the tables into a page that has marks for them"
     )
-    for command in (manager, transfers, everything):
+    for command in (manager, transfer, everything):
         command.add_argument("--plot", metavar="FILE", type=Path, help="draw the speeds, such as into speeds.png")
     for command in (manager, everything):
         command.add_argument(
@@ -103,8 +101,8 @@ def _run_manager(options: argparse.Namespace) -> None:
     _plot(options, findings)
 
 
-def _run_transfers(options: argparse.Namespace) -> None:
-    from aiokvoffload.cli.bench.transfers import QUICK, USUAL, measure_transfers
+def _run_transfer(options: argparse.Namespace) -> None:
+    from aiokvoffload.cli.bench.transfer import QUICK, USUAL, measure_transfers
 
     if options.plot is not None:
         check_plot(options.plot)
@@ -136,7 +134,7 @@ def _run_tier(options: argparse.Namespace) -> None:
 
 def _run_all(options: argparse.Namespace) -> None:
     from aiokvoffload.cli.bench import path as whole_path
-    from aiokvoffload.cli.bench import transfers as copies
+    from aiokvoffload.cli.bench import transfer as copies
 
     if options.write is not None:
         check_page(options.write, SECTIONS)

@@ -10,7 +10,7 @@ import pytest
 
 from aiokvoffload.cli.bench.copies import kinds_of
 from aiokvoffload.cli.bench.path import PathSize, measure_path
-from aiokvoffload.cli.bench.transfers import USUAL
+from aiokvoffload.cli.bench.transfer import USUAL
 from aiokvoffload.cli.main import run
 
 
@@ -21,7 +21,7 @@ def figures_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str,
 
 
 def test_copies_are_measured_in_pages_both_ways_and_to_their_waiters(capsys: pytest.CaptureFixture[str]) -> None:
-    cost = figures_of(capsys, "transfers")
+    cost = figures_of(capsys, "transfer")
     copies = cost["copies"]
     assert all(each["gigabytes_per_second"] > 0 and each["submission_ns_per_copy"] > 0 for each in copies)
     by_page: dict[int | None, set[tuple[str, int, int]]] = {}
@@ -48,10 +48,10 @@ def test_pages_from_4_kib_to_16_mib_are_copied() -> None:
 
 def test_the_speeds_of_copies_are_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert run(["bench", "transfers", "--quick", "--plot", str(tmp_path / "speeds.png")]) == 0
+    assert run(["bench", "transfer", "--quick", "--plot", str(tmp_path / "speeds.png")]) == 0
     assert (tmp_path / "speeds.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit, match="2"):
-        run(["bench", "transfers", "--quick", "--plot", str(tmp_path / "no" / "speeds.png")])
+        run(["bench", "transfer", "--quick", "--plot", str(tmp_path / "no" / "speeds.png")])
     assert "no" in capsys.readouterr().err
 
 
@@ -82,12 +82,12 @@ def test_all_bytes_of_a_crowd_are_moved_within_the_budget() -> None:
     assert 0 < crowd.moved_bytes_per_step * crowd.step_count <= 2 * 2 * 16 * 4 * 4096
 
 
-@pytest.mark.parametrize("what", ["transfers", "path"])
+@pytest.mark.parametrize("what", ["transfer", "path"])
 def test_the_tables_are_for_people(capsys: pytest.CaptureFixture[str], what: str) -> None:
     assert run(["bench", what, "--quick"]) == 0
     printed = capsys.readouterr().out
     assert "Python 3." in printed
-    assert ("delay p50 ms" if what == "transfers" else "longest over median") in printed
+    assert ("delay p50 ms" if what == "transfer" else "longest over median") in printed
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def test_all_benches_fill_the_page(tmp_path: Path, capsys: pytest.CaptureFixture
     page.write_text(f"# Title\n{MARKS}")
     assert run(["bench", "all", "--quick", "--no-compare", "--json", "--write", str(page)]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["bench"] for line in lines] == ["manager"] * 2 * len(DEFAULT_POLICIES) + ["transfers", "path"]
+    assert [line["bench"] for line in lines] == ["manager"] * 2 * len(DEFAULT_POLICIES) + ["transfer", "path"]
     text = page.read_text()
     assert text.startswith("# Title\n")
     assert text.count("kept") == len(SECTIONS)

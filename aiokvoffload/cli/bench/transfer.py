@@ -90,7 +90,7 @@ class TransferCost:
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as plain values."""
         return {
-            "bench": "transfers",
+            "bench": "transfer",
             "size": asdict(self.size),
             "copies": [cost.to_dict() for cost in self.copies],
             "waits": [asdict(waits) for waits in self.waits],
