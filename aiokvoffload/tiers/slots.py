@@ -73,15 +73,15 @@ class BlockSlots:
         self._policy.unpin([self._slot_of[key]])
 
     def touch(self, keys: Sequence[OffloadKey], access: Access) -> None:
-        """Note a use of blocks, held or not."""
-        slots = [self._slot_of.get(key) for key in keys]
-        held = [slot for slot in slots if slot is not None]
-        if len(held) == len(keys):
-            self._policy.touch(held, access)
-            return
-        self._policy.touch(held, access.select([place for place, slot in enumerate(slots) if slot is not None]))
-        absent = [place for place, slot in enumerate(slots) if slot is None]
-        self._policy.miss([keys[place] for place in absent], access.select(absent))
+        """Note a use of blocks, held or not; one that is named twice is used once."""
+        first_place = {key: place for place, key in reversed(list(enumerate(keys)))}
+        places = sorted(first_place.values())
+        held = [place for place in places if keys[place] in self._slot_of]
+        if held:
+            self._policy.touch([self._slot_of[keys[place]] for place in held], access.select(held))
+        if len(held) < len(places):
+            absent = [place for place in places if keys[place] not in self._slot_of]
+            self._policy.miss([keys[place] for place in absent], access.select(absent))
 
     def pick_victim(self) -> OffloadKey | None:
         """Choose the block that leaves first; it is leaving until `remove` or `keep`. None if none can."""
