@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
@@ -40,8 +41,9 @@ _RETRY_SECONDS = 0.1
 _LOOK_BYTES = 512 * 1024
 """After so many bytes of single copies the clock is looked at."""
 
-_PIECE_BYTES = 2 * 1024 * 1024
-"""So much is copied in a go, by one of two threads: one does not reach what memory can do with small pages."""
+_LEAST_PIECE_BYTES = 2 * 1024 * 1024
+_MOST_PIECES = 8
+"""A plan is copied in so many pieces, each by one of two threads: one does not fill memory's time with small pages."""
 
 _ProcessVmReadv = Callable[[int, int, int, int, int, int], int]
 _Copies = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
@@ -61,6 +63,7 @@ class HostCopier:
     def __init__(self, clock: Clock | None = None) -> None:
         self._now = (clock or SystemClock()).now
         self._retry_at = self._now()
+        self._one_by_one = threading.Lock()  # two threads would lose the GIL to each other
         self._helper = HelperThread("aiokvoffload-copies")
         self._process_vm_readv = _find_process_vm_readv()
         self.is_vectored = self._process_vm_readv is not None and self._probe()
@@ -73,28 +76,26 @@ class HostCopier:
                 `WATCHED_COPY_BYTES` and more may crash the process instead, as all do where `is_vectored` is False.)
         """
         copies = plan.sources, plan.destinations, plan.byte_counts
+        piece_bytes = max(_LEAST_PIECE_BYTES, plan.total_bytes // _MOST_PIECES)
         if not self.is_vectored:
-            self._helper.share(_pieces(copy_one_by_one, _cut(copies)))
+            self._helper.share(_single_pieces(copies, piece_bytes))
             return
         pieces: list[Piece] = []
         size_classes = np.searchsorted((WATCHED_COPY_BYTES, SINGLE_COPY_BYTES), plan.byte_counts, side="right")
-        for size_class, pieces_of in enumerate((self._vectored_pieces, self._watched_pieces, self._single_pieces)):
+        for size_class, pieces_of in enumerate((self._vectored_pieces, self._watched_pieces, _single_pieces)):
             chosen = size_classes == size_class
             if chosen.any():
-                pieces += pieces_of(_part(copies, chosen))
+                pieces += pieces_of(_part(copies, chosen), piece_bytes)
         self._helper.share(pieces)
 
     def close(self) -> None:
         """Let the helping thread end; copies go on without it."""
         self._helper.close()
 
-    def _vectored_pieces(self, copies: _Copies) -> list[Piece]:
-        return _pieces(self._copy_vectored, copies)
+    def _vectored_pieces(self, copies: _Copies, piece_bytes: int) -> list[Piece]:
+        return _pieces(self._copy_vectored, copies, piece_bytes)
 
-    def _single_pieces(self, copies: _Copies) -> list[Piece]:
-        return _pieces(copy_one_by_one, _cut(copies))
-
-    def _watched_pieces(self, copies: _Copies) -> list[Piece]:
+    def _watched_pieces(self, copies: _Copies, piece_bytes: int) -> list[Piece]:
         """Copy some in a batch, and return what copies the others: one by one as long as that is not slower."""
         byte_counts = copies[2]
         sample_count = 1 + int(np.searchsorted(np.cumsum(byte_counts), _SAMPLE_BYTES))
@@ -102,7 +103,8 @@ class HostCopier:
         self._copy_vectored(*_part(copies, slice(sample_count)))
         sampled = self._now()
         seconds_per_byte = (sampled - started) / int(byte_counts[:sample_count].sum())
-        return _pieces(partial(self._copy_watched, seconds_per_byte), _part(copies, slice(sample_count, None)))
+        copy = partial(self._copy_watched, seconds_per_byte)
+        return _pieces(copy, _part(copies, slice(sample_count, None)), piece_bytes)
 
     def _copy_watched(
         self,
@@ -113,8 +115,11 @@ class HostCopier:
     ) -> None:
         copies = sources, destinations, byte_counts
         done_count, now = 0, self._now()
-        if now >= self._retry_at:
-            done_count = self._copy_while_prompt(copies, now, seconds_per_byte)
+        if now >= self._retry_at and self._one_by_one.acquire(blocking=False):
+            try:
+                done_count = self._copy_while_prompt(copies, now, seconds_per_byte)
+            finally:
+                self._one_by_one.release()
         if done_count < len(byte_counts):
             self._copy_vectored(*_part(copies, slice(done_count, None)))
 
@@ -194,26 +199,30 @@ def _rows(copies: _Copies) -> Iterable[tuple[int, int, int]]:
     return zip(sources.tolist(), destinations.tolist(), byte_counts.tolist(), strict=True)
 
 
-def _pieces(copy: Callable[..., None], copies: _Copies) -> list[Piece]:
-    """Return calls of `copy` that copy about `_PIECE_BYTES` each."""
+def _single_pieces(copies: _Copies, piece_bytes: int) -> list[Piece]:
+    return _pieces(copy_one_by_one, _cut(copies, piece_bytes), piece_bytes)
+
+
+def _pieces(copy: Callable[..., None], copies: _Copies, piece_bytes: int) -> list[Piece]:
+    """Return calls of `copy` that copy about so many bytes each."""
     byte_counts = copies[2]
     ends = np.cumsum(byte_counts)
-    marks = np.arange(_PIECE_BYTES, byte_counts.sum(), _PIECE_BYTES)
+    marks = np.arange(piece_bytes, byte_counts.sum(), piece_bytes)
     bounds = np.unique([0, *np.searchsorted(ends, marks) + 1, len(ends)]).tolist()
     return [partial(copy, *_part(copies, slice(start, stop))) for start, stop in pairwise(bounds)]
 
 
-def _cut(copies: _Copies) -> _Copies:
-    """Cut copies of more than `_PIECE_BYTES` into several."""
+def _cut(copies: _Copies, most_bytes: int) -> _Copies:
+    """Cut copies of more bytes into several."""
     sources, destinations, byte_counts = copies
-    cut_counts = -(-byte_counts // _PIECE_BYTES)
+    cut_counts = -(-byte_counts // most_bytes)
     owners = np.repeat(np.arange(len(byte_counts)), cut_counts)
     firsts = np.repeat(np.cumsum(cut_counts) - cut_counts, cut_counts)
-    offsets = (np.arange(len(owners)) - firsts) * _PIECE_BYTES
+    offsets = (np.arange(len(owners)) - firsts) * most_bytes
     return (
         sources[owners] + offsets,
         destinations[owners] + offsets,
-        np.minimum(byte_counts[owners] - offsets, _PIECE_BYTES),
+        np.minimum(byte_counts[owners] - offsets, most_bytes),
     )
 
 

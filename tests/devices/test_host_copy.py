@@ -92,7 +92,7 @@ class Pages:
             return genuine(process, local, local_count, remote, remote_count, flags)
 
         monkeypatch.setattr(host_copy, "_find_process_vm_readv", lambda: counted)
-        monkeypatch.setattr(host_copy, "_PIECE_BYTES", PAGE_COUNT * PAGE_BYTES)  # nothing is shared
+        monkeypatch.setattr(host_copy, "_LEAST_PIECE_BYTES", PAGE_COUNT * PAGE_BYTES)  # nothing is shared
         self.copier = HostCopier(self.clock)
         self.source = pattern(PAGE_COUNT * PAGE_BYTES)
         self.source[::PAGE_BYTES] = np.arange(PAGE_COUNT)
@@ -148,7 +148,7 @@ def test_a_plan_is_copied_whole_however_it_is_divided(
         for at, size in zip(starts[:-1], byte_counts, strict=True)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_copy, "_PIECE_BYTES", piece_bytes)
+        patch.setattr(host_copy, "_LEAST_PIECE_BYTES", piece_bytes)
         patch.setattr(host_copy, "WATCHED_COPY_BYTES", watched_bytes)
         patch.setattr(host_copy, "SINGLE_COPY_BYTES", 2 * watched_bytes)
         patch.setattr(host_copy, "_SAMPLE_BYTES", watched_bytes)
@@ -160,10 +160,9 @@ def test_a_plan_is_copied_whole_however_it_is_divided(
 
 
 @pytest.mark.parametrize(("byte_count", "piece_count"), [(1, 1), (10, 1), (11, 2), (35, 4)])
-def test_a_long_copy_is_cut(byte_count: int, piece_count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_copy, "_PIECE_BYTES", 10)
+def test_a_long_copy_is_cut(byte_count: int, piece_count: int) -> None:
     columns = (np.array(column, np.int64) for column in ([100, 500], [300, 700], [byte_count, 1]))
-    sources, destinations, byte_counts = host_copy._cut((next(columns), next(columns), next(columns)))
+    sources, destinations, byte_counts = host_copy._cut((next(columns), next(columns), next(columns)), 10)
     assert byte_counts.tolist() == [10] * (piece_count - 1) + [byte_count - 10 * (piece_count - 1), 1]
     assert sources.tolist() == [*range(100, 100 + 10 * piece_count, 10), 500]
     assert destinations.tolist() == [*range(300, 300 + 10 * piece_count, 10), 700]
