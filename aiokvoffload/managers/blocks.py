@@ -270,14 +270,14 @@ class BlockTable:
         if not keys:
             return [], []
         wanted = len(keys) - self.free_count
-        victims = self._policy.evict(wanted, protected) if wanted > 0 else []
+        victims = self._policy.evict_array(wanted, protected) if wanted > 0 else _NOTHING_FOUND
         if victims is None:
             return None
         evicted: list[OffloadKey] = []
         taken = _NOTHING_FOUND
-        if victims:
-            taken = slot_array(victims)[::-1]
-            evicted = self._index.take(taken[::-1])
+        if len(victims):
+            taken = victims[::-1]
+            evicted = self._index.take(victims)
         if len(victims) < len(keys):
             taken = self._take_free(len(keys) - len(victims), taken)
         slots: list[int] = taken.tolist()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from aiokvoffload.keys import OffloadKey
+from aiokvoffload.policies.slots import SlotArray, slot_array
 from aiokvoffload.registry import Registry
 
 
@@ -132,6 +133,11 @@ class CachePolicy(ABC):
 
         None if there are not that many: then nothing has changed. `protected` are resident slots, each once.
         """
+
+    def evict_array(self, count: int, protected: Collection[int] = ()) -> SlotArray | None:
+        """Do what `evict` does, and return an array; for policies that have one at that point anyway."""
+        victims = self.evict(count, protected)
+        return None if victims is None else slot_array(victims)
 
     @abstractmethod
     def remove(self, slots: Collection[int]) -> None:

@@ -112,9 +112,17 @@ class LastUsePolicy(RankedPolicy):
 
     def evict(self, count: int, protected: Collection[int] = ()) -> list[int] | None:
         """Drop the `count` slots that leave first, or none."""
+        victims = self.evict_array(count, protected)
+        return None if victims is None else victims.tolist()
+
+    def evict_array(self, count: int, protected: Collection[int] = ()) -> SlotArray | None:
+        """Drop the `count` slots that leave first, or none."""
         if count and not (self._is_line_valid and count + len(protected) <= self._lines[0].evictable_count):
             self._catch_up()
-        return super().evict(count, protected)
+        if 0 < count <= self.evictable_count and not protected:
+            return self._lines.take(0, count)
+        victims = super().evict(count, protected)
+        return None if victims is None else slot_array(victims)
 
     def remove(self, slots: Collection[int]) -> None:
         """Drop resident slots."""

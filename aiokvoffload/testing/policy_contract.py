@@ -564,7 +564,9 @@ class _Both(CachePolicy):
         return self._same([policy.coldest(count) for policy in self._policies])
 
     def evict(self, count: int, protected: Collection[int] = ()) -> list[int] | None:
-        return self._same([policy.evict(count, protected) for policy in self._policies])
+        first, second = self._policies
+        victims = second.evict_array(count, protected)
+        return self._same([first.evict(count, protected), None if victims is None else victims.tolist()])
 
     def remove(self, slots: Collection[int]) -> None:
         for policy, batch in self._calls:

@@ -132,6 +132,13 @@ def test_single_copies_may_take_as_long_as_the_batch_did(
     assert pages.copy() == [SAMPLE_COUNT, *[PAGE_COUNT - SAMPLE_COUNT - look * LOOK_COUNT] * is_late]
 
 
+def test_while_another_thread_copies_one_by_one_pages_go_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = Pages(monkeypatch)
+    with pages.copier._one_by_one:
+        assert pages.copy() == [SAMPLE_COUNT, PAGE_COUNT - SAMPLE_COUNT]
+    assert pages.copy() == [SAMPLE_COUNT]
+
+
 @given(
     byte_counts=st.lists(st.integers(1, 9000), max_size=20),
     piece_bytes=st.integers(1, 10000),
