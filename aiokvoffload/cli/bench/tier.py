@@ -216,12 +216,14 @@ def _measure_round(
         return anyio.run(_time_batches, call, len(payloads), batch_blocks, concurrency)
 
     # In turns, so that none of them has the machine in a better mood, nor always finds the disk as the other left it.
-    plain_first = number % 2 == 0
-    write_seconds, put_seconds = _in_order(
-        plain_first, lambda: _time(lambda: plain.write(payloads)), lambda: in_tier(put)
+    is_plain_first = number % 2 == 0
+    write_seconds, put_seconds = _both(
+        lambda: _time(lambda: plain.write(payloads)), lambda: in_tier(put), is_one_first=is_plain_first
     )
-    read_seconds, get_seconds = _in_order(
-        plain_first, lambda: _time(lambda: plain.read(len(payloads), first_buffers)), lambda: in_tier(get)
+    read_seconds, get_seconds = _both(
+        lambda: _time(lambda: plain.read(len(payloads), first_buffers)),
+        lambda: in_tier(get),
+        is_one_first=is_plain_first,
     )
     checksum_seconds = _time(lambda: [checksum_of(payload) for payload in payloads])
     plain.remove(len(payloads))
@@ -244,12 +246,12 @@ async def _time_batches(call: BatchCall, block_count: int, batch_blocks: int, wo
     return time.perf_counter() - started
 
 
-def _in_order(first_first: bool, first: Callable[[], float], second: Callable[[], float]) -> tuple[float, float]:
-    """Return what both return, of which either is called first."""
-    if first_first:
-        return first(), second()
-    found = second()
-    return first(), found
+def _both(one: Callable[[], float], other: Callable[[], float], *, is_one_first: bool) -> tuple[float, float]:
+    """Call both, and return what they return."""
+    if is_one_first:
+        return one(), other()
+    found = other()
+    return one(), found
 
 
 def _time(work: Callable[[], object]) -> float:

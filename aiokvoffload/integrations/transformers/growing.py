@@ -1,7 +1,7 @@
 """A layer of a cache that grows in place.
 
 `DynamicLayer` makes new tensors in each call of the model and copies all tokens into them. Here the tensors have room
-behind their last token, as a list does, so that a token is copied once on average.
+behind their last token, as a list has, so that however many calls come, each token is copied a few times in all.
 """
 
 from __future__ import annotations
