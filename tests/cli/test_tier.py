@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from aiokvoffload.cli.bench import tier as tier_bench
+from aiokvoffload.cli.bench.plain_files import PlainFiles
 from aiokvoffload.cli.main import run
 from aiokvoffload.keys import CacheIdentity
 from aiokvoffload.testing.strategies import make_keys
+from aiokvoffload.tiers.calls import Operation, TierCall
+from aiokvoffload.tiers.memory import MemoryTier
 from aiokvoffload.tiers.opening import open_tier
 
 ONE = CacheIdentity(model="one", dtype="bfloat16")
@@ -136,6 +141,36 @@ def test_the_bench_measures_each_size_beside_plain_files(
     head, first, second = capsys.readouterr().out.splitlines()
     assert head.split()[:2] == ["put", "MB/s"]
     assert (first.split()[0], second.split()[0]) == ("4KiB", "5000")
+
+
+def test_plain_files_and_the_tier_go_first_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class NotedFiles(PlainFiles):
+        def write(self, payloads: Sequence[memoryview]) -> None:
+            calls.append("write")
+            super().write(payloads)
+
+        def read(self, count: int, buffers: Sequence[memoryview]) -> None:
+            calls.append("read")
+            super().read(count, buffers)
+
+    class NotedTier(MemoryTier):
+        def begin(self, call: TierCall) -> None:
+            if call.operation in (Operation.PUT, Operation.GET_INTO):
+                calls.append(call.operation.value)
+            super().begin(call)
+
+    def open_noted(url: str, *, identity: CacheIdentity, block_bytes: int) -> MemoryTier:
+        return NotedTier(identity, block_bytes=block_bytes, capacity_bytes=1 << 20)
+
+    monkeypatch.setattr(tier_bench, "PlainFiles", NotedFiles)
+    monkeypatch.setattr(tier_bench, "open_tier", open_noted)
+    directory = str(tmp_path)
+    tier_bench.measure_tier(
+        "memory://", 8 << 10, round_bytes=64 << 10, concurrency=1, round_count=2, plain_directory=directory
+    )
+    assert calls == ["write", "put", "read", "get_into", "put", "write", "get_into", "read"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -151,6 +152,23 @@ def test_no_doorbell_rings_for_a_mark() -> None:
     device.close()
     assert mark.over.is_set()
     assert done == [True, True]
+
+
+def test_the_thread_that_helps_with_copies_ends_with_the_device() -> None:
+    others = set(threading.enumerate())
+    device = HostDevice()
+    stream = device.create_stream("large")
+    source = np.ones(8 << 20, np.uint8)
+    target = np.zeros_like(source)
+    device.copy_batch(plan_of(Direction.LOAD, [(source.ctypes.data, target.ctypes.data, len(source))]), stream)
+    assert device.synchronize(device.record(stream), PATIENCE_SECONDS)
+    helpers = [each for each in set(threading.enumerate()) - others if each.name == "aiokvoffload-copies"]
+    assert len(helpers) == (len(os.sched_getaffinity(0)) > 1)
+    device.close()
+    for helper in helpers:
+        helper.join(PATIENCE_SECONDS)
+        assert not helper.is_alive()
+    assert np.array_equal(source, target)
 
 
 def test_the_thread_of_a_forgotten_stream_ends() -> None:

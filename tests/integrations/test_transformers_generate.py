@@ -98,6 +98,16 @@ async def test_a_reproducible_cache_gives_equal_logits_whatever_was_restored(nam
 
 
 @pytest.mark.asyncio
+async def test_the_blocks_of_a_row_are_pinned_once() -> None:
+    """The ticket that matched a row also loads it, so that its use is not counted again."""
+    async with open_cache(tiny_model("llama")) as cache:
+        await cache.generate(TOKENS, max_new_tokens=1)
+        before = cache.offloader.statistics().manager.hit_blocks
+        await cache.restore(TOKENS)
+        assert cache.offloader.statistics().manager.hit_blocks - before == 11
+
+
+@pytest.mark.asyncio
 async def test_the_generation_of_transformers_goes_on_from_a_restored_cache() -> None:
     model = tiny_model("gemma3")
     async with open_cache(model) as cache:

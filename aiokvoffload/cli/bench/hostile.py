@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
-from aiokvoffload.cli.bench.contestants import Keys, OwnManager, batches
+from aiokvoffload.cli.bench.contestants import Keys, batches
 from aiokvoffload.cli.bench.rounds import BenchSize, KeySource
 from aiokvoffload.cli.bench.timing import CallTimer
 from aiokvoffload.keys import OffloadKey
@@ -147,13 +147,13 @@ def measure_hostile_cases(policy: str, size: BenchSize) -> dict[str, HostileCall
 
 def _calls_of_cases(policy: str, size: BenchSize, timer: CallTimer) -> dict[str, list[HostileCall]]:
     """Return all calls of each case, on a new manager that is full; the same ones each time."""
-    bench = _Bench(OwnManager(size.block_count, policy).manager, KeySource(size.block_count), size, timer)
+    manager = CPUOffloadingManager(size.block_count, policy=policy)
+    bench = _Bench(manager, KeySource(size.block_count), size, timer)
     stored_count = int(size.block_count * (1 + _TURNED_OVER_SHARE))
     for batch in batches(bench.source.new(stored_count), size.batch_size):
-        ticket = bench.manager.prepare_store_nowait(batch)
-        bench.manager.complete_store_nowait(ticket)
+        manager.complete_store_nowait(manager.prepare_store_nowait(batch))
     found = {name: list(calls(bench)) for name, calls in HOSTILE_CASES.items()}
-    bench.manager.close_nowait()
+    manager.close_nowait()
     return found
 
 
