@@ -37,7 +37,8 @@ TABLE_HEAD = (
 )
 DEFAULT_BYTES = "128MiB"
 DEFAULT_CONCURRENCY = 4
-DEFAULT_ROUNDS = 5
+DEFAULT_ROUNDS = 6
+"""An even number: in half of them the plain files go first."""
 _BATCH_BYTES = 16 << 20
 _BATCH_BLOCKS = 16
 _MIN_BLOCKS = 8
