@@ -244,6 +244,8 @@ async def test_a_reset_between_two_parts_of_a_prefix_is_a_miss() -> None:
             await reset()
             await reached(lambda: device.land_all() + len(found) and found)
         assert found[0].token_counts == (0,)
+        # The first part had been copied into a cache already.
+        assert torch.equal(go_on(model, found[0]), forward(model, TOKENS, new_cache(model)))
         assert_idle(cache.offloader)
 
 

@@ -28,24 +28,33 @@ def test_what_was_filled_is_emptied_into_its_columns(blocks: list[int], cut: tup
         cache.update(*tensors[layer.index], layer.index)
     scratch.fill(0, blocks, cache, 1, 0)
     source = range(cut[0], len(blocks) * BLOCK_TOKENS - cut[1])
-    for layer in layout.layers:
-        new = [torch.zeros_like(tensor[1]) for tensor in tensors[layer.index]]
-        scratch.empty(layer, blocks, new[0], new[1], source, 0)
-        for made, tensor in zip(new, tensors[layer.index], strict=True):
-            assert torch.equal(made[:, : len(source)], tensor[1, :, source.start : source.stop])
-            assert not made[:, len(source) :].any()
+    (part,) = scratch.parts(0)
+    assert len(part.layers) > 1  # what is copied at once
+    rows = [torch.stack([tensors[layer.index][which][1] for layer in part.layers]) for which in (0, 1)]
+    new = [torch.zeros_like(row) for row in rows]
+    scratch.empty(part, blocks, new[0], new[1], source, 0)
+    for made, row in zip(new, rows, strict=True):
+        assert torch.equal(made[:, :, : len(source)], row[:, :, source.start : source.stop])
+        assert not made[:, :, len(source) :].any()
 
 
 def test_layers_of_several_dtypes_share_a_block_without_overlap() -> None:
     layers = tuple(
         CutLayer(index=index, window_tokens=None, key_shape=(1, 3), value_shape=(1, 5), dtype=dtype)
-        for index, dtype in enumerate((torch.bfloat16, torch.float32, torch.float16))
+        for index, dtype in enumerate((torch.bfloat16, torch.float32, torch.float32, torch.float16))
     )
-    tensors = new_block_tensors(CacheLayout(layers, 3, torch.device("cpu")), 1, 2)
-    views = [views[layer.index] for layer in layers for views in (tensors.keys, tensors.values)]
+    tensors = new_block_tensors(CacheLayout(layers, 4, torch.device("cpu")), 1, 2)
+    (parts,) = tensors.parts
+    assert [len(part.layers) for part in parts] == [1, 2, 1]
+    views = [
+        blocks_of[:, place]
+        for part in parts
+        for place in range(len(part.layers))
+        for blocks_of in (part.keys, part.values)
+    ]
     for number, view in enumerate(views):
         view[:] = number
-    assert [set(view.flatten().tolist()) for view in views] == [{float(number)} for number in range(6)]
+    assert [set(view.flatten().tolist()) for view in views] == [{float(number)} for number in range(8)]
     (blocks,) = tensors.groups
     assert blocks.is_contiguous()
     assert all(view.untyped_storage().data_ptr() == blocks.untyped_storage().data_ptr() for view in views)

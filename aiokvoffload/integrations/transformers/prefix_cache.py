@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -201,16 +202,17 @@ class PrefixCache:
         self._check_open()
         batch = Batch.of(prompts, attention_mask)
         request = Request(self._new_contexts(batch, session_id), adapter, salt)
-        cache = new_growing_cache(self._model.config)
-        found = await self._restorer.restore(batch, request, cache)
-        cache.activate_past_recording()
+        found = await self._restorer.restore(batch, request, partial(new_growing_cache, self._model.config))
+        found.cache.activate_past_recording()
         return RestoredPrefix(
             batch=batch,
-            cache=cache,
+            cache=found.cache,
             column_count=found.column_count,
             token_counts=tuple(max(0, found.column_count - batch.padding(row)) for row in range(len(batch.rows))),
             tier_token_counts=found.tier_token_counts,
-            inputs=forward_inputs(batch, cache, found.column_count, self._model.device, self._generator.padding_id),
+            inputs=forward_inputs(
+                batch, found.cache, found.column_count, self._model.device, self._generator.padding_id
+            ),
             request=request,
         )
 

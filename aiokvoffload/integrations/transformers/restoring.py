@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from aiokvoffload.errors import BlocksInFlightError
 from aiokvoffload.integrations.transformers.batch import Batch
 from aiokvoffload.integrations.transformers.moving import BlockMover
 from aiokvoffload.integrations.transformers.prefix import Request
+from aiokvoffload.integrations.transformers.scratch import LayerBlocks
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.offloader import LoadTicket, TransferHandle
 from aiokvoffload.specs import LookupResult
@@ -27,10 +29,12 @@ class Found:
     """What a batch can go on from.
 
     Attributes:
+        cache: Holds that.
         column_count: Columns of the padded batch.
         tier_token_counts: For each row, tokens of them that were not in CPU memory.
     """
 
+    cache: Any
     column_count: int
     tier_token_counts: tuple[int, ...]
 
@@ -38,26 +42,21 @@ class Found:
 class Restorer(BlockMover):
     """Fills caches with prefixes that are stored."""
 
-    async def restore(self, batch: Batch, request: Request, cache: Any) -> Found:
-        """Fill an empty cache with what all rows have; with nothing if a block is lost on the way."""
-        nothing = Found(0, (0,) * len(batch.rows))
+    async def restore(self, batch: Batch, request: Request, new_cache: Callable[[], Any]) -> Found:
+        """Fill a new cache with what all rows have; with nothing if a block is lost on the way."""
         keys = [request.keys(self._offloader, row, len(self._layout.groups)) for row in batch.rows]
         with ExitStack() as pins:
             in_memory = [self._tokens_in_memory(row_keys[0]) for row_keys in keys]
             tickets, column_count = await self._match(batch, request, keys, pins)
-            if not column_count:
-                return nothing
-            tensors: Tensors = {}
+            filling = Filling(new_cache(), column_count)
             for row, ticket in enumerate(tickets):
                 if column_count > batch.padding(row) and not await self._load_row(
-                    batch, request, row, keys[row], ticket, column_count, tensors
+                    batch, request, row, keys[row], ticket, filling
                 ):
-                    return nothing
-        await self._compute.run(self._install, cache, tensors, column_count)
+                    return Found(new_cache(), 0, (0,) * len(batch.rows))
         restored = (max(0, column_count - batch.padding(row)) for row in range(len(batch.rows)))
-        return Found(
-            column_count, tuple(max(0, tokens - found) for tokens, found in zip(restored, in_memory, strict=True))
-        )
+        from_tiers = tuple(max(0, tokens - found) for tokens, found in zip(restored, in_memory, strict=True))
+        return Found(filling.cache, column_count, from_tiers)
 
     async def _match(
         self, batch: Batch, request: Request, keys: Sequence[list[list[OffloadKey]]], pins: ExitStack
@@ -91,8 +90,7 @@ class Restorer(BlockMover):
         row: int,
         keys: list[list[OffloadKey]],
         ticket: LoadTicket,
-        column_count: int,
-        tensors: Tensors,
+        filling: Filling,
     ) -> bool:
         """Load the pinned blocks of a row, as many at a time as there are scratch blocks; return whether they came."""
         block_count, most = ticket.token_count // self._block_tokens, self._scratch.block_count
@@ -112,7 +110,7 @@ class Restorer(BlockMover):
             try:
                 if not (await handle).success:
                     return False
-                await self._compute.run(self._copy, tensors, batch, row, blocks, sizes, firsts, column_count)
+                await self._compute.run(self._copy, filling, batch, row, blocks, sizes, firsts)
             except BlocksInFlightError as exc:
                 _logger.warning("a prefix is computed again: %s", exc)
                 return False
@@ -143,55 +141,63 @@ class Restorer(BlockMover):
         count = next((place for place, result in enumerate(results) if result is not LookupResult.HIT), len(keys))
         return count * self._block_tokens
 
-    def _new_tensors(self, batch: Batch, column_count: int) -> Tensors:
-        """Return memory for each layer, with room behind the last column where all are kept; padding is zero."""
-        from aiokvoffload.integrations.transformers.growing import room_tokens  # imports Transformers
-
-        device, row_count = self._layout.device, len(batch.rows)
-        new = torch.zeros if batch.is_padded else torch.empty  # all columns of a row without padding are copied
-        tensors = {}
-        for layer in self._layout.layers:
-            first = layer.first_column(column_count)
-            columns = room_tokens(column_count) if layer.window_tokens is None else column_count - first
-            shapes = ((heads, columns, elements) for heads, elements in (layer.key_shape, layer.value_shape))
-            keys, values = (new(row_count, *shape, dtype=layer.dtype, device=device) for shape in shapes)
-            tensors[layer.index] = keys, values
-        return tensors
-
     def _copy(
         self,
-        tensors: Tensors,
+        filling: Filling,
         batch: Batch,
         row: int,
         blocks: Sequence[int],
         sizes: Sequence[int],
         firsts: Sequence[int],
-        column_count: int,
     ) -> None:
-        """Copy what was loaded into the columns of a row that the layers keep; the first call makes the tensors."""
-        if not tensors:
-            tensors.update(self._new_tensors(batch, column_count))
+        """Copy what was loaded into the columns of a row that the layers keep; the first call gives them memory."""
+        if not filling.tensors:
+            self._give_memory(filling, batch)
         padding = batch.padding(row)
-        for group, size, first in zip(self._layout.groups, sizes, firsts, strict=True):
-            kept_from = group[0].first_column(column_count)
+        for group, (size, first) in enumerate(zip(sizes, firsts, strict=True)):
+            kept_from = self._layout.groups[group][0].first_column(filling.column_count)
             loaded = range(padding + first * self._block_tokens, padding + (first + size) * self._block_tokens)
-            columns = range(max(loaded.start, kept_from), min(loaded.stop, column_count))
+            columns = range(max(loaded.start, kept_from), min(loaded.stop, filling.column_count))
             source = range(columns.start - loaded.start, columns.stop - loaded.start)
-            for layer in group if columns else ():
-                keys, values = (tensor[row] for tensor in tensors[layer.index])
-                self._scratch.empty(layer, blocks[:size], keys, values, source, columns.start - kept_from)
+            for part in self._scratch.parts(group) if columns else ():
+                keys, values = (tensor[:, row] for tensor in filling.tensors[part])
+                self._scratch.empty(part, blocks[:size], keys, values, source, columns.start - kept_from)
 
-    def _install(self, cache: Any, tensors: Tensors, column_count: int) -> None:
-        """Make tensors those of a cache's layers, as if the model had filled them."""
-        for index, (keys, values) in tensors.items():
-            layer = cache.layers[index]
-            if layer.is_sliding:
-                layer.lazy_initialization(keys, values)
-                layer.keys, layer.values = keys, values
-                layer.cumulative_length = column_count
-            else:
-                layer.adopt(keys, values, column_count)
+    def _give_memory(self, filling: Filling, batch: Batch) -> None:
+        """Give the layers of a cache memory, with room behind the last column where all are kept; padding is zero."""
+        from aiokvoffload.integrations.transformers.growing import room_tokens  # imports Transformers
+
+        device, row_count, column_count = self._layout.device, len(batch.rows), filling.column_count
+        new = torch.zeros if batch.is_padded else torch.empty  # all columns of a row without padding are copied
+        for part in chain.from_iterable(map(self._scratch.parts, range(len(self._layout.groups)))):
+            first = part.layers[0]
+            kept = column_count - first.first_column(column_count)
+            columns = room_tokens(kept) if first.window_tokens is None else kept
+            shapes = ((heads, columns, elements) for heads, elements in (first.key_shape, first.value_shape))
+            keys_of, values_of = (
+                new(len(part.layers), row_count, *shape, dtype=first.dtype, device=device) for shape in shapes
+            )
+            filling.tensors[part] = keys_of, values_of
+            for cut, keys, values in zip(part.layers, keys_of, values_of, strict=True):
+                layer = filling.cache.layers[cut.index]
+                if layer.is_sliding:
+                    layer.lazy_initialization(keys, values)
+                    layer.keys, layer.values = keys, values
+                    layer.cumulative_length = column_count
+                else:
+                    layer.adopt(keys, values, column_count)
 
 
-Tensors = dict[int, tuple[torch.Tensor, torch.Tensor]]
-"""Memory of the keys and values of each layer, `(rows, heads, columns, elements)`."""
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """A cache that is being filled.
+
+    Attributes:
+        cache: The cache.
+        column_count: Columns of the padded batch that it will hold.
+        tensors: Memory of the layers' keys and values, `(layers, rows, heads, columns, elements)`, once they have some.
+    """
+
+    cache: Any
+    column_count: int
+    tensors: dict[LayerBlocks, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import groupby
 from typing import Any
 
 import anyio
-import numpy as np
 import torch
 
 from aiokvoffload.integrations.transformers.layout import CacheLayout, CutLayer
@@ -46,6 +45,10 @@ class ScratchBlocks:
         """Return the blocks as an offloader takes them."""
         return CanonicalKVCaches.from_layers(self._tensors.groups, groups=self._layout.kv_groups(self.block_tokens))
 
+    def parts(self, group: int) -> Sequence[LayerBlocks]:
+        """Return what the layers of a KV group have of the blocks."""
+        return self._tensors.parts[group]
+
     @property
     def free_count(self) -> int:
         """Blocks that nobody has."""
@@ -76,16 +79,18 @@ class ScratchBlocks:
             first_column: Where the first block begins.
         """
         into = torch.tensor(blocks, device=self._layout.device)
-        for layer in self._layout.groups[group]:
-            kept = cache.layers[layer.index]
-            start = first_column - first_kept_column(kept)
-            for blocks_of, tensor in ((self._tensors.keys, kept.keys), (self._tensors.values, kept.values)):
-                tokens = tensor[row, :, start : start + len(blocks) * self.block_tokens]
-                blocks_of[layer.index][into] = tokens.unflatten(1, (len(blocks), self.block_tokens)).movedim(1, 0)
+        for part in self.parts(group):
+            for place, layer in enumerate(part.layers):
+                kept = cache.layers[layer.index]
+                start = first_column - first_kept_column(kept)
+                for blocks_of, tensor in ((part.keys, kept.keys), (part.values, kept.values)):
+                    tokens = tensor[row, :, start : start + len(blocks) * self.block_tokens]
+                    tokens = tokens.unflatten(1, (len(blocks), self.block_tokens))
+                    blocks_of[:, place][into] = tokens.movedim(1, 0)
 
     def empty(
         self,
-        layer: CutLayer,
+        part: LayerBlocks,
         blocks: Sequence[int],
         keys: torch.Tensor,
         values: torch.Tensor,
@@ -95,9 +100,9 @@ class ScratchBlocks:
         """Copy tokens of blocks into the keys and values of one row.
 
         Args:
-            layer: Whose.
+            part: Whose.
             blocks: In token order.
-            keys: `(heads, columns, elements)`.
+            keys: `(layers, heads, columns, elements)`.
             values: The same.
             source: Which tokens, counted from the first block's start.
             first_column: Where the first of them goes.
@@ -107,13 +112,31 @@ class ScratchBlocks:
             loaded = range(stop, stop + len(run) * self.block_tokens)
             stop = loaded.stop
             columns = range(max(loaded.start, first_column), min(loaded.stop, first_column + len(source)))
-            for blocks_of, row in ((self._tensors.keys, keys), (self._tensors.values, values)) if columns else ():
-                tokens = blocks_of[layer.index][run.start : run.stop].movedim(0, 1)
-                into = row[:, columns.start : columns.stop]
+            for blocks_of, row in ((part.keys, keys), (part.values, values)) if columns else ():
+                tokens = blocks_of[run.start : run.stop].movedim(0, 2)
+                into = row[:, :, columns.start : columns.stop]
                 if columns == loaded:
-                    _copy(tokens, into.view(tokens.shape))
+                    into.view(tokens.shape).copy_(tokens)
                 else:
-                    _copy(tokens.flatten(1, 2)[:, columns.start - loaded.start : columns.stop - loaded.start], into)
+                    wanted = slice(columns.start - loaded.start, columns.stop - loaded.start)
+                    into.copy_(tokens.flatten(2, 3)[:, :, wanted])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerBlocks:
+    """What neighbouring layers of one KV group, whose tokens have the same shapes, have of all blocks.
+
+    So one copy moves the tokens of all these layers.
+
+    Attributes:
+        layers: The layers.
+        keys: `(blocks, layers, heads, tokens, elements)`.
+        values: The same.
+    """
+
+    layers: tuple[CutLayer, ...]
+    keys: torch.Tensor
+    values: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,45 +147,47 @@ class BlockTensors:
 
     Attributes:
         groups: The blocks of each KV group, `(blocks, bytes)`.
-        keys: The keys in them, of each layer: `(blocks, heads, tokens, elements)`.
-        values: The same of the values.
+        parts: What their layers have in them.
     """
 
     groups: list[torch.Tensor]
-    keys: dict[int, torch.Tensor]
-    values: dict[int, torch.Tensor]
+    parts: list[list[LayerBlocks]]
 
 
 def new_block_tensors(layout: CacheLayout, block_tokens: int, block_count: int) -> BlockTensors:
-    """Return the memory of scratch blocks, as zeros."""
-    tensors = BlockTensors([], {}, {})
+    """Return the memory of scratch blocks, as zeros; layers lie in a block in their order."""
+    tensors = BlockTensors([], [])
     for group in layout.groups:
-        parts = [
-            (layer, shape, views)
-            for layer in group
-            for shape, views in ((layer.key_shape, tensors.keys), (layer.value_shape, tensors.values))
-        ]
-        sizes = [math.prod(shape) * block_tokens * layer.dtype.itemsize for layer, shape, _ in parts]
-        aligned = [-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes]
-        blocks = torch.zeros(block_count, sum(aligned), dtype=torch.uint8, device=layout.device)
+        runs_of_layers = [tuple(layers) for _, layers in groupby(group, key=_shapes)]
+        lengths = [len(layers) * sum(_part_bytes(layers[0], block_tokens)) for layers in runs_of_layers]
+        blocks = torch.zeros(block_count, sum(lengths), dtype=torch.uint8, device=layout.device)
         tensors.groups.append(blocks)
-        for start, size, (layer, (heads, elements), views) in zip(
-            accumulate(aligned, initial=0), sizes, parts, strict=False
-        ):
-            rows = blocks[:, start : start + size].view(layer.dtype)
-            views[layer.index] = rows.view(block_count, heads, block_tokens, elements)
+        parts = zip(runs_of_layers, blocks.split_with_sizes(lengths, dim=1), strict=True)
+        tensors.parts.append([_layer_blocks(layers, rows, block_tokens) for layers, rows in parts])
     return tensors
 
 
-def _copy(tokens: torch.Tensor, into: torch.Tensor) -> None:
-    """Copy `(..., elements)`, on a CPU in this thread alone.
+def _layer_blocks(layers: tuple[CutLayer, ...], rows: torch.Tensor, block_tokens: int) -> LayerBlocks:
+    """Cut `(blocks, bytes)` into the keys and values of layers, each layer's keys in front of its values."""
+    pieces = rows.unflatten(1, (len(layers), -1)).split_with_sizes(_part_bytes(layers[0], block_tokens), dim=2)
+    dtype = layers[0].dtype
+    keys, values = (
+        piece[..., : heads * block_tokens * elements * dtype.itemsize]
+        .view(dtype)
+        .view(len(rows), len(layers), heads, block_tokens, elements)
+        for piece, (heads, elements) in zip(pieces, (layers[0].key_shape, layers[0].value_shape), strict=True)
+    )
+    return LayerBlocks(layers, keys, values)
 
-    PyTorch would share each of many small copies with its team of threads, and wait for whichever has no processor now.
-    """
-    if into.device.type == "cpu":
-        np.copyto(into.view(torch.uint8).numpy(), tokens.view(torch.uint8).numpy())
-    else:
-        into.copy_(tokens)
+
+def _shapes(layer: CutLayer) -> tuple[object, ...]:
+    return layer.key_shape, layer.value_shape, layer.dtype
+
+
+def _part_bytes(layer: CutLayer, block_tokens: int) -> list[int]:
+    """Return how far apart the keys, the values and the next layer begin."""
+    sizes = (math.prod(shape) * block_tokens * layer.dtype.itemsize for shape in (layer.key_shape, layer.value_shape))
+    return [-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes]
 
 
 def runs(blocks: Sequence[int], longest: int) -> Iterator[range]:
