@@ -169,7 +169,7 @@ def new_block_tensors(layout: CacheLayout, block_tokens: int, block_count: int) 
 
 def _layer_blocks(layers: tuple[CutLayer, ...], rows: torch.Tensor, block_tokens: int) -> LayerBlocks:
     """Cut `(blocks, bytes)` into the keys and values of layers, each layer's keys in front of its values."""
-    pieces = rows.unflatten(1, (len(layers), -1)).split_with_sizes(_part_bytes(layers[0], block_tokens), dim=2)
+    pieces = rows.view(len(rows), len(layers), -1).split_with_sizes(_part_bytes(layers[0], block_tokens), dim=2)
     dtype = layers[0].dtype
     keys, values = (
         piece[..., : heads * block_tokens * elements * dtype.itemsize]
