@@ -4,7 +4,7 @@ Each call into C gives up the GIL and must win it back, which takes up to the sw
 thread runs Python. A loop of `memmove` over small pages therefore crawls as soon as the process has anything else
 to do. `process_vm_readv` on the own process moves up to 1024 pages per call, but has each 4 KiB of them looked up. For
 pages in between, `memmove` is faster as long as the GIL comes back at once, so it is tried and watched. What is small
-keeps a processor busy rather than memory, so two threads share a large plan.
+keeps a processor busy rather than memory, so two threads share it; of large pages they share only a large plan.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ _RETRY_SECONDS = 0.1
 _LOOK_BYTES = 512 * 1024
 """After so many bytes of single copies the clock is looked at."""
 
+_LEAST_SHARED_BYTES = 32 * 1024 * 1024
+"""One thread copies less than this of large pages about as fast as two, of which either may have to wait for the other."""
 _LEAST_PIECE_BYTES = 2 * 1024 * 1024
 _MOST_PIECES = 8
 """A plan is copied in so many pieces, each by one of two threads: one does not fill memory's time with small pages."""
@@ -83,9 +85,11 @@ class HostCopier:
         pieces: list[Piece] = []
         size_classes = np.searchsorted((WATCHED_COPY_BYTES, SINGLE_COPY_BYTES), plan.byte_counts, side="right")
         for size_class, pieces_of in enumerate((self._vectored_pieces, self._watched_pieces, _single_pieces)):
-            chosen = size_classes == size_class
-            if chosen.any():
-                pieces += pieces_of(_part(copies, chosen), piece_bytes)
+            chosen = _part(copies, size_classes == size_class)
+            byte_count = int(chosen[2].sum())
+            is_shared = size_class == 0 or byte_count >= _LEAST_SHARED_BYTES
+            if byte_count:
+                pieces += pieces_of(chosen, piece_bytes if is_shared else byte_count)
         self._helper.share(pieces)
 
     def close(self) -> None:

@@ -154,16 +154,24 @@ def test_no_doorbell_rings_for_a_mark() -> None:
     assert done == [True, True]
 
 
-def test_the_thread_that_helps_with_copies_ends_with_the_device() -> None:
+@pytest.mark.parametrize(
+    ("page_bytes", "total_bytes", "is_shared"),
+    [(32 << 20, 32 << 20, True), (31 << 20, 31 << 20, False), (1 << 16, 31 << 20, False), (1 << 15, 8 << 20, True)],
+)
+def test_a_thread_helps_with_small_pages_and_large_plans_and_ends_with_the_device(
+    page_bytes: int, total_bytes: int, is_shared: bool
+) -> None:
     others = set(threading.enumerate())
     device = HostDevice()
     stream = device.create_stream("large")
-    source = np.ones(8 << 20, np.uint8)
+    source = np.ones(total_bytes, np.uint8)
     target = np.zeros_like(source)
-    device.copy_batch(plan_of(Direction.LOAD, [(source.ctypes.data, target.ctypes.data, len(source))]), stream)
+    starts = range(0, total_bytes, page_bytes)
+    copies = [(source.ctypes.data + start, target.ctypes.data + start, page_bytes) for start in starts]
+    device.copy_batch(plan_of(Direction.LOAD, copies), stream)
     assert device.synchronize(device.record(stream), PATIENCE_SECONDS)
     helpers = [each for each in set(threading.enumerate()) - others if each.name == "aiokvoffload-copies"]
-    assert len(helpers) == (len(os.sched_getaffinity(0)) > 1)
+    assert len(helpers) == (is_shared and len(os.sched_getaffinity(0)) > 1)
     device.close()
     for helper in helpers:
         helper.join(PATIENCE_SECONDS)

@@ -142,11 +142,12 @@ def test_while_another_thread_copies_one_by_one_pages_go_in_batches(monkeypatch:
 @given(
     byte_counts=st.lists(st.integers(1, 9000), max_size=20),
     piece_bytes=st.integers(1, 10000),
+    shared_bytes=st.integers(1, 20000),
     watched_bytes=st.integers(1, 5000),
     is_vectored=st.booleans(),
 )
 def test_a_plan_is_copied_whole_however_it_is_divided(
-    byte_counts: list[int], piece_bytes: int, watched_bytes: int, is_vectored: bool
+    byte_counts: list[int], piece_bytes: int, shared_bytes: int, watched_bytes: int, is_vectored: bool
 ) -> None:
     source, target = pattern(sum(byte_counts)), np.zeros(sum(byte_counts), np.uint8)
     starts = np.cumsum([0, *byte_counts]).tolist()
@@ -156,6 +157,7 @@ def test_a_plan_is_copied_whole_however_it_is_divided(
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_copy, "_LEAST_PIECE_BYTES", piece_bytes)
+        patch.setattr(host_copy, "_LEAST_SHARED_BYTES", shared_bytes)
         patch.setattr(host_copy, "WATCHED_COPY_BYTES", watched_bytes)
         patch.setattr(host_copy, "SINGLE_COPY_BYTES", 2 * watched_bytes)
         patch.setattr(host_copy, "_SAMPLE_BYTES", watched_bytes)

@@ -64,9 +64,9 @@ class ChatModel:
                 loaded = transformers.AutoModelForCausalLM.from_pretrained(source, **options)
             except (OSError, ValueError) as exc:
                 raise ConfigurationError(f"cannot load the model {source}: {str(exc).splitlines()[0]}") from exc
-        from aiokvoffload.cli.demo.matmul import pack_linear_layers  # imports PyTorch
+        from aiokvoffload.cli.demo.fast_forward import speed_up  # imports PyTorch and Transformers
 
-        pack_linear_layers(loaded)
+        speed_up(loaded)
         if tokenizer.chat_template is None:
             raise ConfigurationError(f"{source} has no chat template; give a model that was made to chat")
         chat = cls(path.stem if path.suffix == ".gguf" else path.name, loaded.eval(), tokenizer)

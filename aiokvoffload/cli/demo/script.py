@@ -103,8 +103,8 @@ BAR_GUESTS = {
     "Emil, bar": "Soup?",
     "Fay, bar": "Music?",
     "Ida, bar": "Tips?",
-    "Jon, bar": "Beer?",
-    "Kim, bar": "Toast?",
+    "Jon, bar": "Water?",
+    "Kim, bar": "Fish?",
 }
-BAR_FROM_DISK = {"Gil, bar": "Smoking?", "Lea, bar": "Coats?", "Max, bar": "Chess?"}
+BAR_FROM_DISK = {"Gil, bar": "Smoking?", "Lea, bar": "Books?", "Max, bar": "Fruit?"}
 BAR_AFTER_RESTART = ("Hal, bar, new process", "Dogs?")

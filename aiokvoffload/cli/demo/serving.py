@@ -29,7 +29,9 @@ from aiokvoffload.clock import Clock, SystemClock
 from aiokvoffload.integrations.transformers import PrefixCache
 from aiokvoffload.integrations.transformers.compute import ComputeThread
 
-_STALL_INTERVAL_SECONDS = 0.002
+_STALL_INTERVAL_SECONDS = 0.01
+_SECONDS_TO_FALL_ASLEEP = 0.02
+"""OpenMP's threads keep the processors busy for some milliseconds after the work that was shared."""
 _WARM_UP_TOKENS = 64
 _BLOCK_TOKENS = 16
 
@@ -127,8 +129,9 @@ class Desk:
 
     async def serve(self, name: str, prompt: Sequence[int], session: str) -> tuple[RequestReport, PlainAnswer]:
         """Answer one prompt both ways, while nothing is being written."""
-        await self._cache.offloader.wait_written()
+        await self._rest()
         plain = await self.answer_plainly(prompt)
+        await self._rest()
         return await self.answer(name, prompt, plain, session), plain
 
     async def serve_at_bar(self, name: str, question: str) -> RequestReport:
@@ -138,7 +141,7 @@ class Desk:
 
     async def serve_all(self, prompts: dict[str, list[int]]) -> list[RequestReport]:
         """Answer several prompts at the same time, first all without offloading and then all with it."""
-        await self._cache.offloader.wait_written()
+        await self._rest()
         plain: dict[str, PlainAnswer] = {}
         reports: dict[str, RequestReport] = {}
 
@@ -156,7 +159,7 @@ class Desk:
 
     async def empty_memory(self) -> None:
         """Forget what is in CPU memory, once all of it is in the tiers too."""
-        await self._cache.offloader.wait_written()
+        await self._rest()
         await self._cache.offloader.reset()
 
     def report(self, requests: Sequence[RequestReport]) -> DemoReport:
@@ -168,6 +171,11 @@ class Desk:
             max_loop_stall_ms=self._meter.max_stall_ms,
             tiers=tuple(map(TierReport.of, self._cache.offloader.statistics().tiers)),
         )
+
+    async def _rest(self) -> None:
+        """Wait until nothing is being written, and PyTorch's threads have gone to sleep."""
+        await self._cache.offloader.wait_written()
+        await anyio.sleep(_SECONDS_TO_FALL_ASLEEP)
 
     def _generate(self, prompt: Sequence[int], streamer: _FirstToken) -> tuple[int, ...]:
         model = self._chat.model

@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any
 
 import anyio
+import numpy as np
 import torch
 
 from aiokvoffload.integrations.transformers.layout import CacheLayout, CutLayer
@@ -116,10 +117,10 @@ class ScratchBlocks:
                 tokens = blocks_of[run.start : run.stop].movedim(0, 2)
                 into = row[:, :, columns.start : columns.stop]
                 if columns == loaded:
-                    into.view(tokens.shape).copy_(tokens)
+                    _copy(tokens, into.view(tokens.shape))
                 else:
                     wanted = slice(columns.start - loaded.start, columns.stop - loaded.start)
-                    into.copy_(tokens.flatten(2, 3)[:, :, wanted])
+                    _copy(tokens.flatten(2, 3)[:, :, wanted], into)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,6 +189,17 @@ def _part_bytes(layer: CutLayer, block_tokens: int) -> list[int]:
     """Return how far apart the keys, the values and the next layer begin."""
     sizes = (math.prod(shape) * block_tokens * layer.dtype.itemsize for shape in (layer.key_shape, layer.value_shape))
     return [-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes]
+
+
+def _copy(tokens: torch.Tensor, into: torch.Tensor) -> None:
+    """Copy `(..., elements)`, on a CPU in this thread alone.
+
+    PyTorch would share the copy with its team of threads, and wait for whichever has no processor now.
+    """
+    if into.device.type == "cpu":
+        np.copyto(into.view(torch.uint8).numpy(), tokens.view(torch.uint8).numpy())
+    else:
+        into.copy_(tokens)
 
 
 def runs(blocks: Sequence[int], longest: int) -> Iterator[range]:
