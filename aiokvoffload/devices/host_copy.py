@@ -42,7 +42,7 @@ _LOOK_BYTES = 512 * 1024
 """After so many bytes of single copies the clock is looked at."""
 
 _LEAST_SHARED_BYTES = 32 * 1024 * 1024
-"""One thread copies less than this of large pages about as fast as two, of which either may have to wait for the other."""
+"""One thread copies less than this of large pages about as fast as two, which may have to wait for each other."""
 _LEAST_PIECE_BYTES = 2 * 1024 * 1024
 _MOST_PIECES = 8
 """A plan is copied in so many pieces, each by one of two threads: one does not fill memory's time with small pages."""
