@@ -8,7 +8,8 @@ import pytest
 import torch
 
 transformers: Any = pytest.importorskip("transformers")
-sdpa_attention_forward: Any = transformers.integrations.sdpa_attention.sdpa_attention_forward
+
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402  after the skip
 
 from aiokvoffload.cli.demo.attention import attend_in_groups, group_queries  # noqa: E402  imports Transformers
 
