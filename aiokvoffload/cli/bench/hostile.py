@@ -13,7 +13,7 @@ from functools import partial
 from itertools import islice
 
 from aiokvoffload.cli.bench.contestants import Keys, batches
-from aiokvoffload.cli.bench.rounds import BenchSize, KeySource
+from aiokvoffload.cli.bench.rounds import REPETITIONS, BenchSize, KeySource
 from aiokvoffload.cli.bench.timing import CallTimer
 from aiokvoffload.keys import OffloadKey
 from aiokvoffload.managers.cpu import CPUOffloadingManager
@@ -21,7 +21,6 @@ from aiokvoffload.specs import LookupResult, PrepareLoadOutput
 
 _PINNED_SHARE = 0.9
 _CALLS = 100
-_REPETITIONS = 2
 _TURNED_OVER_SHARE = 0.25
 """So many of the first blocks have left before the first case."""
 
@@ -137,7 +136,7 @@ HOSTILE_CASES: dict[str, Callable[[_Bench], Iterator[HostileCall]]] = {
 def measure_hostile_cases(policy: str, size: BenchSize) -> dict[str, HostileCall]:
     """Return the longest call of each case."""
     with CallTimer() as timer:
-        repetitions = [_calls_of_cases(policy, size, timer) for _ in range(_REPETITIONS)]
+        repetitions = [_calls_of_cases(policy, size, timer) for _ in range(REPETITIONS)]
     longest = {}
     for name in HOSTILE_CASES:
         shorter = (min(same, key=_length) for same in zip(*(calls[name] for calls in repetitions), strict=True))

@@ -10,7 +10,15 @@ import anyio
 from aiokvoffload.cli.bench.contestants import OPERATIONS, BareLoop, OwnManager, Seconds
 from aiokvoffload.cli.bench.footprint import Footprint, measure_footprint
 from aiokvoffload.cli.bench.hostile import HostileCall, measure_hostile_cases
-from aiokvoffload.cli.bench.rounds import BenchSize, KeySource, fill, operation_rounds, times_of
+from aiokvoffload.cli.bench.rounds import (
+    REPETITIONS,
+    BenchSize,
+    KeySource,
+    fill,
+    operation_rounds,
+    shorter_calls,
+    times_of,
+)
 from aiokvoffload.cli.bench.timing import CallTimer, CallTimes, CollectorPause, without_rebuilds
 
 WITH_ROOM = "prepare_store, with room"
@@ -76,7 +84,45 @@ def measure_manager(policy: str, size: BenchSize) -> ManagerCost:
     return anyio.run(_measure_manager, policy, size)
 
 
+@dataclass(frozen=True, slots=True)
+class _Repetition:
+    """What one pass over all operations took.
+
+    Attributes:
+        own: Calls of the manager: those that fill it, and those after.
+        bare: The same of the bare loop.
+        longest_collection_ms: See `ManagerCost`.
+        collector_pause_ms: See `ManagerCost`.
+        bare_collector_pause_ms: See `ManagerCost`.
+    """
+
+    own: tuple[list[Seconds], list[Seconds]]
+    bare: tuple[list[Seconds], list[Seconds]]
+    longest_collection_ms: float
+    collector_pause_ms: float
+    bare_collector_pause_ms: float
+
+
 async def _measure_manager(policy: str, size: BenchSize) -> ManagerCost:
+    repetitions = [await _repetition(policy, size) for _ in range(REPETITIONS)]
+    own_fill, own_rounds = (shorter_calls([each.own[part] for each in repetitions]) for part in (0, 1))
+    bare_fill, bare_rounds = (shorter_calls([each.bare[part] for each in repetitions]) for part in (0, 1))
+    operations = {WITH_ROOM: _cost("prepare_store", own_fill, bare_fill, size.batch_size)}
+    operations |= {name: _cost(name, own_rounds, bare_rounds, size.batch_size) for name in OPERATIONS}
+    return ManagerCost(
+        policy=policy,
+        size=size,
+        operations=operations,
+        longest_collection_ms=max(each.longest_collection_ms for each in repetitions),
+        collector_pause_ms=min(each.collector_pause_ms for each in repetitions),
+        bare_collector_pause_ms=min(each.bare_collector_pause_ms for each in repetitions),
+        footprint=measure_footprint(policy, KeySource(size.block_count).new(size.block_count), size.batch_size),
+        hostile=measure_hostile_cases(policy, size),
+    )
+
+
+async def _repetition(policy: str, size: BenchSize) -> _Repetition:
+    """Take all operations once, with a new manager and a new bare loop; the same calls each time."""
     keys = KeySource(size.block_count)
     first_keys = keys.new(size.block_count)
     with CallTimer() as timer:
@@ -91,17 +137,8 @@ async def _measure_manager(policy: str, size: BenchSize) -> ManagerCost:
     with CallTimer() as timer:
         own_rounds, bare_rounds = await operation_rounds((own, bare), keys, size, timer)
     own.manager.close_nowait()
-    operations = {WITH_ROOM: _cost("prepare_store", own_fill, bare_fill, size.batch_size)}
-    operations |= {name: _cost(name, own_rounds, bare_rounds, size.batch_size) for name in OPERATIONS}
-    return ManagerCost(
-        policy=policy,
-        size=size,
-        operations=operations,
-        longest_collection_ms=timer.longest_collection_ms,
-        collector_pause_ms=pause_ms,
-        bare_collector_pause_ms=bare_pause_ms,
-        footprint=measure_footprint(policy, first_keys, size.batch_size),
-        hostile=measure_hostile_cases(policy, size),
+    return _Repetition(
+        (own_fill, own_rounds), (bare_fill, bare_rounds), timer.longest_collection_ms, pause_ms, bare_pause_ms
     )
 
 

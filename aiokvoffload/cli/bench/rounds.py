@@ -18,6 +18,8 @@ from aiokvoffload.keys import HASH_BYTES, OffloadKey, make_offload_key
 
 ContestantType = TypeVar("ContestantType", bound=Contestant)
 
+REPETITIONS = 2
+"""So often the same calls are measured, each time on what is new."""
 _WARM_UP_ROUNDS = 3
 _ROUNDS_PER_CHOICE = 10
 _BATCHES_PER_ROUND_AHEAD = 32
@@ -169,6 +171,15 @@ def _loads(contestants: Sequence[Contestant], keys: KeySource, size: BenchSize) 
         whole = len(chosen) // size.batch_size
         yield from islice(batches(chosen, size.batch_size), whole)
         left -= whole
+
+
+def shorter_calls(repetitions: Sequence[Sequence[Seconds]]) -> list[Seconds]:
+    """Return, of the same call in each repetition, the shorter time: what else a machine does hits other calls."""
+    return [
+        {operation: min(call[operation] for call in same) for operation in same[0]}
+        for same in zip(*repetitions, strict=False)  # the last one may have had less time
+        if all(call.keys() == same[0].keys() for call in same)
+    ]
 
 
 def times_of(operation: str, rounds: Sequence[Seconds]) -> list[float]:

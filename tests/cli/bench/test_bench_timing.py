@@ -7,6 +7,7 @@ import gc
 import anyio
 import pytest
 
+from aiokvoffload.cli.bench.rounds import shorter_calls
 from aiokvoffload.cli.bench.tables import Table, blocks_label
 from aiokvoffload.cli.bench.timing import CallTimer, CallTimes, CollectorPause, without_rebuilds
 
@@ -64,3 +65,9 @@ def test_a_table_is_text_and_markdown() -> None:
 )
 def test_sizes_have_short_names(count: int, label: str) -> None:
     assert blocks_label(count) == label
+
+
+def test_of_the_same_call_the_shorter_time_counts() -> None:
+    first = [{"lookup": 1.0, "touch": 9.0}, {}, {"lookup": 4.0}, {"lookup": 7.0}]
+    second = [{"lookup": 2.0, "touch": 3.0}, {}, {"lookup": 3.0, "touch": 1.0}]
+    assert shorter_calls([first, second]) == [{"lookup": 1.0, "touch": 3.0}, {}]
