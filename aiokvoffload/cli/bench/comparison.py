@@ -10,7 +10,16 @@ import anyio
 
 from aiokvoffload.cli.bench.contestants import OPERATIONS, OwnManager, Seconds
 from aiokvoffload.cli.bench.manager import WITH_ROOM
-from aiokvoffload.cli.bench.rounds import BenchSize, KeySource, fill, operation_rounds, request_rounds, times_of
+from aiokvoffload.cli.bench.rounds import (
+    REPETITIONS,
+    BenchSize,
+    KeySource,
+    fill,
+    operation_rounds,
+    request_rounds,
+    shorter_calls,
+    times_of,
+)
 from aiokvoffload.cli.bench.timing import CallTimer, CallTimes
 from aiokvoffload.cli.bench.vllm_manager import VLLMManager, vllm_name
 
@@ -64,13 +73,10 @@ def compare_managers(policy: str, size: BenchSize) -> ComparedCost:
 
 
 async def _compare_managers(policy: str, size: BenchSize) -> ComparedCost:
-    keys = KeySource(size.block_count)
-    first_keys = keys.new(size.block_count)
-    managers = (OwnManager(size.block_count, policy), VLLMManager(size.block_count, policy))
-    with CallTimer() as timer:
-        fills = [await fill(manager, first_keys, size, timer) for manager in managers]
-        operations = await operation_rounds(managers, keys, size, timer)
-        requests = await request_rounds(managers, keys, size, timer)
+    repetitions = [await _calls_of_both(policy, size) for _ in range(REPETITIONS)]
+    fills, operations, requests = (
+        [shorter_calls([each[kind][manager] for each in repetitions]) for manager in (0, 1)] for kind in (0, 1, 2)
+    )
     own, others = (_speeds(*calls, size.batch_size) for calls in zip(fills, operations, strict=True))
     whole = [pair for pair in zip(*requests, strict=True) if all(pair)]
     own_ms, others_ms = (1e3 * statistics.fmean(sum(pair[index].values()) for pair in whole) for index in (0, 1))
@@ -84,6 +90,18 @@ async def _compare_managers(policy: str, size: BenchSize) -> ComparedCost:
         own_request_ms=own_ms,
         others_request_ms=others_ms,
     )
+
+
+async def _calls_of_both(policy: str, size: BenchSize) -> tuple[list[list[Seconds]], ...]:
+    """Return what each of two new managers took to be filled, for each operation, and for whole requests."""
+    keys = KeySource(size.block_count)
+    first_keys = keys.new(size.block_count)
+    managers = (OwnManager(size.block_count, policy), VLLMManager(size.block_count, policy))
+    with CallTimer() as timer:
+        fills = [await fill(manager, first_keys, size, timer) for manager in managers]
+        operations = await operation_rounds(managers, keys, size, timer)
+        requests = await request_rounds(managers, keys, size, timer)
+    return fills, operations, requests
 
 
 def _speeds(fill_calls: list[Seconds], calls: list[Seconds], batch_size: int) -> dict[str, float]:

@@ -174,11 +174,15 @@ def _loads(contestants: Sequence[Contestant], keys: KeySource, size: BenchSize) 
 
 
 def shorter_calls(repetitions: Sequence[Sequence[Seconds]]) -> list[Seconds]:
-    """Return, of the same call in each repetition, the shorter time: what else a machine does hits other calls."""
+    """Return, of the same call in each repetition, the shorter time: what else a machine does hits other calls.
+
+    Nothing is told of a call that was not made in all of them.
+    """
     return [
         {operation: min(call[operation] for call in same) for operation in same[0]}
-        for same in zip(*repetitions, strict=False)  # the last one may have had less time
         if all(call.keys() == same[0].keys() for call in same)
+        else {}
+        for same in zip(*repetitions, strict=False)  # one repetition may have had less time
     ]
 
 
