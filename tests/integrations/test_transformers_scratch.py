@@ -60,6 +60,19 @@ def test_layers_of_several_dtypes_share_a_block_without_overlap() -> None:
     assert all(view.untyped_storage().data_ptr() == blocks.untyped_storage().data_ptr() for view in views)
 
 
+def test_the_memory_of_no_more_than_eight_layers_is_one_piece() -> None:
+    layers = tuple(
+        CutLayer(index=index, window_tokens=None, key_shape=(1, 3), value_shape=(1, 3), dtype=torch.float32)
+        for index in range(19)
+    )
+    (parts,) = new_block_tensors(CacheLayout(layers, 19, torch.device("cpu")), 1, 2).parts
+    assert [[layer.index for layer in part.layers] for part in parts] == [
+        [*range(8)],
+        [*range(8, 16)],
+        [*range(16, 19)],
+    ]
+
+
 def test_numbers_are_split_into_runs_of_neighbours_in_their_order() -> None:
     assert list(runs([5, 6, 0, 1, 2, 4], 6)) == [range(5, 7), range(3), range(4, 5)]
     assert list(runs([5, 6, 7, 8, 9], 2)) == [range(5, 7), range(7, 9), range(9, 10)]

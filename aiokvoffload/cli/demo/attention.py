@@ -17,8 +17,8 @@ _UNKNOWN_OPTIONS = ("softcap", "position_bias")
 def group_queries(model: Any) -> bool:
     """Let a model whose heads share keys compute the attention of few queries group by group; return whether it does.
 
-    Transformers makes a copy of the keys and values for each head as soon as there are two queries, and PyTorch numbers
-    of the mask in each layer.
+    Transformers copies keys and values for each head as soon as there are two queries, and PyTorch turns the mask into
+    numbers in each layer.
     """
     if model.config._attn_implementation != "sdpa":
         return False

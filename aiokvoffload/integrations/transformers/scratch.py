@@ -21,6 +21,8 @@ from aiokvoffload.kv_caches import CanonicalKVCaches
 
 _ALIGNMENT_BYTES = 16
 """Where elements of any dtype may begin."""
+_MOST_LAYERS = 8
+"""So many layers of a cache have their memory in one piece: it is freed once the last of them has outgrown it."""
 
 
 class ScratchBlocks:
@@ -125,7 +127,7 @@ class ScratchBlocks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerBlocks:
-    """What neighbouring layers of one KV group, whose tokens have the same shapes, have of all blocks.
+    """What a few neighbouring layers of one KV group, whose tokens have the same shapes, have of all blocks.
 
     So one copy moves the tokens of all these layers.
 
@@ -159,11 +161,16 @@ def new_block_tensors(layout: CacheLayout, block_tokens: int, block_count: int) 
     """Return the memory of scratch blocks, as zeros; layers lie in a block in their order."""
     tensors = BlockTensors([], [])
     for group in layout.groups:
-        runs_of_layers = [tuple(layers) for _, layers in groupby(group, key=_shapes)]
-        lengths = [len(layers) * sum(_part_bytes(layers[0], block_tokens)) for layers in runs_of_layers]
+        alike = (list(layers) for _, layers in groupby(group, key=_shapes))
+        layers_of = [
+            tuple(layers[start : start + _MOST_LAYERS])
+            for layers in alike
+            for start in range(0, len(layers), _MOST_LAYERS)
+        ]
+        lengths = [len(layers) * sum(_part_bytes(layers[0], block_tokens)) for layers in layers_of]
         blocks = torch.zeros(block_count, sum(lengths), dtype=torch.uint8, device=layout.device)
         tensors.groups.append(blocks)
-        parts = zip(runs_of_layers, blocks.split_with_sizes(lengths, dim=1), strict=True)
+        parts = zip(layers_of, blocks.split_with_sizes(lengths, dim=1), strict=True)
         tensors.parts.append([_layer_blocks(layers, rows, block_tokens) for layers, rows in parts])
     return tensors
 
