@@ -212,7 +212,7 @@ def _pieces(copy: Callable[..., None], copies: _Copies, piece_bytes: int) -> lis
     byte_counts = copies[2]
     ends = np.cumsum(byte_counts)
     marks = np.arange(piece_bytes, byte_counts.sum(), piece_bytes)
-    bounds = np.unique([0, *np.searchsorted(ends, marks) + 1, len(ends)]).tolist()
+    bounds = sorted({0, *(np.searchsorted(ends, marks) + 1).tolist(), len(ends)})
     return [partial(copy, *_part(copies, slice(start, stop))) for start, stop in pairwise(bounds)]
 
 

@@ -21,7 +21,8 @@ class ByteRanges:
     def __init__(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
         order = np.argsort(starts)
         self._starts, self._ends = starts[order], ends[order]
-        self._edges = np.unique(np.concatenate((starts, ends)))
+        edges = np.sort(np.concatenate((starts, ends)))
+        self._edges = edges[np.diff(edges, prepend=-1) > 0]
 
     def overlap(self, starts: NDArray[np.int64], byte_counts: NDArray[np.int64]) -> bool:
         """Return whether any of some other ranges shares a byte with these."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -175,3 +177,34 @@ def test_a_long_copy_is_cut(byte_count: int, piece_count: int) -> None:
     assert byte_counts.tolist() == [10] * (piece_count - 1) + [byte_count - 10 * (piece_count - 1), 1]
     assert sources.tolist() == [*range(100, 100 + 10 * piece_count, 10), 500]
     assert destinations.tolist() == [*range(300, 300 + 10 * piece_count, 10), 700]
+
+
+LEAVES_WHILE_COPYING = """
+import itertools, threading
+import numpy as np
+from aiokvoffload.devices.base import CopyPlan, Direction
+from aiokvoffload.devices.host_copy import HostCopier
+
+source, target = np.ones(64, np.uint8), np.zeros(64, np.uint8)
+offsets = np.arange(0, 64, 8)
+plan = CopyPlan(source.ctypes.data + offsets, target.ctypes.data + offsets, np.full(8, 8), Direction.LOAD)
+copier, is_copying = HostCopier(), threading.Event()
+
+def copy():
+    for count in itertools.count():
+        copier.copy(plan)
+        if count == 20:
+            is_copying.set()
+
+for _ in range(6):
+    threading.Thread(target=copy, daemon=True).start()
+is_copying.wait()
+"""
+
+
+def test_a_process_may_leave_while_threads_copy() -> None:
+    for _ in range(8):
+        left = subprocess.run(
+            [sys.executable, "-c", LEAVES_WHILE_COPYING], capture_output=True, text=True, timeout=50, check=False
+        )
+        assert (left.returncode, left.stderr) == (0, "")
