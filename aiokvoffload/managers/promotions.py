@@ -59,6 +59,7 @@ class Promotions:
         self._on_stored = on_stored
         self._clock = clock
         self._line: deque[Callable[[], bool]] = deque()
+        self._is_pumping = False
         self._retry_at: OrderedDict[OffloadKey, float] = OrderedDict()
         self._tickets: dict[PrepareStoreOutput, None] = {}
 
@@ -84,9 +85,15 @@ class Promotions:
         self.pump()
 
     def pump(self) -> None:
-        """Start what stands in line, as far as the budgets go."""
-        while self._line and self._line[0]():
-            self._line.popleft()
+        """Start what stands in line, as far as the budgets go; called by what is being started, this goes on after it."""
+        if self._is_pumping:
+            return
+        self._is_pumping = True
+        try:
+            while self._line and self._line[0]():
+                self._line.popleft()
+        finally:
+            self._is_pumping = False
 
     def has_room(self, sources: Mapping[OffloadKey, PlannedTier]) -> bool:
         """Return whether the budgets allow to read blocks now; one load always may."""

@@ -1027,3 +1027,17 @@ def test_what_closing_ends_is_stale_or_absent_but_no_error() -> None:
     rig.manager.close_nowait()
     assert not ticket.is_waiting
     assert rig.manager.statistics().misses_by_reason == {"absent": 1}
+
+
+def test_what_is_started_may_move_the_line_on() -> None:
+    promotions = make_rig(8).manager._promotions
+    started: list[str] = []
+
+    def start(name: str) -> bool:
+        started.append(name)
+        promotions.pump()
+        return True
+
+    promotions.enqueue(lambda: start("one"))
+    promotions.enqueue(lambda: start("two"))
+    assert started == ["one", "two"]
