@@ -85,7 +85,7 @@ class Promotions:
         self.pump()
 
     def pump(self) -> None:
-        """Start what stands in line, as far as the budgets go; called by what is being started, this goes on after it."""
+        """Start what stands in line, as far as the budgets go; what a start calls this for is done after it."""
         if self._is_pumping:
             return
         self._is_pumping = True
