@@ -1029,15 +1029,17 @@ def test_what_closing_ends_is_stale_or_absent_but_no_error() -> None:
     assert rig.manager.statistics().misses_by_reason == {"absent": 1}
 
 
-def test_what_is_started_may_move_the_line_on() -> None:
-    promotions = make_rig(8).manager._promotions
-    started: list[str] = []
-
-    def start(name: str) -> bool:
-        started.append(name)
-        promotions.pump()
-        return True
-
-    promotions.enqueue(lambda: start("one"))
-    promotions.enqueue(lambda: start("two"))
-    assert started == ["one", "two"]
+def test_a_load_may_start_while_another_is_being_started() -> None:
+    rig = make_rig(8, NEVER)
+    rig.put_into_tier(1, 2)
+    search = rig.manager.search_nowait(make_keys(1), rig.context(), lambda _: None)
+    rig.land_all()
+    second = rig.load(2)
+    rig.tier.begin_work()
+    for call, index in rig.tier._begun:  # it has the answer, which the next call of the tier collects
+        rig.tier.work_on(call, [index])
+    rig.tier._begun.clear()
+    first = rig.manager.prepare_found_load_nowait(make_keys(1), rig.context(), search.sources)
+    third = rig.load(99)
+    assert [rig.finish(load) for load in (first, second, third)] == [1, 1, 0]
+    rig.assert_at_rest()
